@@ -1,0 +1,256 @@
+"""What ``entry.json`` and ``program.json`` say: the calling convention, as data.
+
+An entry's file holds what all its buckets share: the signature, the live tensors that
+the graphs read (parameters and buffers by path), the Python values that capture
+depended on, and the ambient state. A program's file holds one bucket: graph inputs in
+order, graph outputs, how the caller's output is put together from them, and kernels.
+
+Paths name a place below a root: ``layers.0.weight`` below the model,
+``cache.layers[3].keys`` or ``batch["pixel_values"]`` below a call's arguments.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Metadata that a tensor must have; strides in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: str = "cpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputRule:
+    """How an argument tensor follows the axes.
+
+    Attributes:
+        shape: Axis names and fixed sizes.
+        pad: Fill value up to the bucket, or None = exact shapes only.
+        default: Value of a left-out input, or None = required.
+        low, high: Sample range for verify and bench (high exclusive; None = default).
+    """
+
+    dtype: str
+    shape: tuple[str | int, ...]
+    pad: bool | int | float | None = None
+    default: bool | int | float | None = None
+    low: int | float = 0
+    high: int | float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One Python value that capture read and baked into the graph.
+
+    Attributes:
+        path: Place below the model (``config.hidden_act``, ``layers.0.eps``), or
+            ``module:NAME`` for a module global.
+        kind: ``value`` (equal to `value`), ``type`` (`value` is module:qualname),
+            ``length`` (`value` is a length), ``absent`` (attribute isn't there).
+        value: What it was, as JSON.
+    """
+
+    path: str
+    kind: str
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of the compiled method's signature, without ``self``.
+
+    Attributes:
+        name: Its name.
+        kind: ``positional``, ``keyword`` (keyword only), ``args`` or ``kwargs``.
+        required: True without a default.
+        default: The default as JSON, None when it isn't a scalar.
+    """
+
+    name: str
+    kind: str
+    required: bool
+    default: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """``programs/<target>/<entry>/entry.json``.
+
+    Attributes:
+        method: Method of the model that was compiled.
+        axes: Axis names in configuration order.
+        signature: Parameters of the method.
+        inputs: Argument path → rule; only tensors that a call passes.
+        fixed: Argument path → value that was baked in; a call may leave it out or
+            pass the same.
+        cuts: Output path → {dimension: axis}.
+        tensors: Path below the model → metadata of every live tensor a graph reads.
+        aliases: Groups of paths that must be one tensor (tied weights), and only they.
+        reads: Python values the graphs depend on.
+        code: ``module:qualname`` of every traced function outside torch → digest of
+            its bytecode.
+        ambient: Name → value of process-wide state (``grad_mode``, ``autocast``, …).
+        training: False = every module was in eval mode.
+        mutates_model: True if any bucket writes a parameter or buffer.
+        custom_ops: ``namespace::name`` of an operator outside torch → ``module`` that
+            registers it and its ``schema``.
+        layout: Reserved: rank, world size, tensor subclasses, adapters.
+    """
+
+    name: str
+    target: str
+    method: str
+    axes: tuple[str, ...]
+    signature: tuple[Parameter, ...]
+    inputs: Mapping[str, InputRule]
+    fixed: Mapping[str, Any]
+    cuts: Mapping[str, Mapping[str, str]]
+    tensors: Mapping[str, TensorSpec]
+    aliases: tuple[tuple[str, ...], ...]
+    reads: tuple[Read, ...]
+    code: Mapping[str, str]
+    ambient: Mapping[str, Any]
+    training: bool = False
+    mutates_model: bool = False
+    custom_ops: Mapping[str, Mapping[str, str]] = dataclasses.field(
+        default_factory=dict
+    )
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    schema: int = SCHEMA
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphInput:
+    """One graph input, in call order.
+
+    Attributes:
+        kind: ``tensor`` (path below the model, metadata in the entry) or ``argument``
+            (path below the call's arguments).
+        path: Where it is taken from.
+        spec: Metadata of an argument; None for a model tensor.
+        mutated: True if the program writes it in place.
+        aligned: True if its address must be a multiple of 16 bytes.
+    """
+
+    kind: str
+    path: str
+    spec: TensorSpec | None = None
+    mutated: bool = False
+    aligned: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphOutput:
+    """One output of the graph.
+
+    Attributes:
+        spec: Its metadata.
+        source: ``program`` (the program returns it at position `index`), ``input``
+            (graph input `index` itself) or ``view`` (a view of graph input `index`
+            with the shape and stride of `spec`, `offset` elements into its storage).
+        index: See `source`.
+        offset: Storage offset in elements, for ``view``.
+    """
+
+    spec: TensorSpec
+    source: str
+    index: int
+    offset: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelRef:
+    """A kernel as a program names it.
+
+    Attributes:
+        digest: sha256 of ``kernels/<digest>.so`` (or ``.cubin``).
+        source: sha256 of ``sources/<source>.cpp`` (or ``.py``).
+        launch: Route-specific launch facts; CPU: ``{"argtypes": [...]}``.
+    """
+
+    digest: str
+    source: str
+    launch: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """``programs/<target>/<entry>/<bucket>/program.json``.
+
+    Attributes:
+        axes: Axis → size of this bucket.
+        inputs: Graph inputs in call order.
+        outputs: Graph outputs in graph order.
+        result: The caller's output as a tree; each node has ``kind``: ``out`` (index
+            into `outputs`), ``argument`` (path), ``tensor`` (path below the model),
+            ``value`` (JSON), ``tuple``, ``list``, ``dict`` (``class``, ``items``),
+            ``namedtuple`` and ``dataclass`` (``class``, ``items``).
+        kernels: Name in ``call.py`` → kernel.
+        constants: Name in ``call.py`` → digest and key in ``constants/``.
+        externs: Names outside the kernels that ``call.py`` uses.
+    """
+
+    target: str
+    entry: str
+    bucket: str
+    axes: Mapping[str, int]
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    result: Mapping[str, Any]
+    kernels: Mapping[str, KernelRef]
+    constants: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    externs: tuple[str, ...] = ()
+    schema: int = SCHEMA
+
+
+def to_json(record: Any) -> Any:
+    """A dataclass from this module as plain JSON values, defaults included."""
+    return dataclasses.asdict(record)
+
+
+def entry_from_json(data: Mapping[str, Any]) -> Entry:
+    """Rebuild an `Entry`; the schema has been checked by the caller."""
+    fields = dict(data)
+    fields["axes"] = tuple(data["axes"])
+    fields["signature"] = tuple(Parameter(**p) for p in data["signature"])
+    fields["inputs"] = {
+        path: InputRule(**{**rule, "shape": tuple(rule["shape"])})
+        for path, rule in data["inputs"].items()
+    }
+    fields["tensors"] = {path: _spec(s) for path, s in data["tensors"].items()}
+    fields["aliases"] = tuple(tuple(group) for group in data["aliases"])
+    fields["reads"] = tuple(Read(**read) for read in data["reads"])
+    return Entry(**fields)
+
+
+def program_from_json(data: Mapping[str, Any]) -> Program:
+    """Rebuild a `Program`; the schema has been checked by the caller."""
+    fields = dict(data)
+    fields["inputs"] = tuple(
+        GraphInput(**{**i, "spec": _spec(i["spec"]) if i["spec"] else None})
+        for i in data["inputs"]
+    )
+    fields["outputs"] = tuple(
+        GraphOutput(**{**o, "spec": _spec(o["spec"])}) for o in data["outputs"]
+    )
+    fields["kernels"] = {name: KernelRef(**k) for name, k in data["kernels"].items()}
+    fields["constants"] = {k: (v[0], v[1]) for k, v in data["constants"].items()}
+    fields["externs"] = tuple(data["externs"])
+    return Program(**fields)
+
+
+def _spec(data: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(
+        data["dtype"], tuple(data["shape"]), tuple(data["stride"]), data["device"]
+    )

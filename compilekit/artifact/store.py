@@ -1,0 +1,537 @@
+"""Read an artifact: every byte verified before anything is parsed or run.
+
+Lifecycle of `open_artifact`:
+
+1. ``manifest.json`` is read and checked against the digest that it states; then the
+   schema version, then its shape and its paths; the same for ``reports/index.json``.
+2. The directory is walked: only the listed files and their folders may be there, as
+   plain files and plain folders. Every file is read once, hashed, and compared.
+3. ``entry.json`` and ``program.json`` are parsed from the bytes that were hashed, and
+   what they refer to must exist.
+
+All problems that one step finds come in one error. Folders are opened relative to each
+other and links are never followed, so nothing can be swapped between check and use.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from compilekit.artifact import canonical, manifest, program, schema
+from compilekit.artifact.manifest import File, Manifest
+from compilekit.artifact.program import Entry, Program
+from compilekit.errors import (
+    ArtifactError,
+    DigestError,
+    ManifestError,
+    ResourceError,
+    UnsafePathError,
+)
+
+# 10,000 files take 2 MB; a larger index is no index.
+_MAX_INDEX_BYTES = 64 << 20
+_CHUNK = 1 << 20
+_SHOWN = 20
+
+# O_NONBLOCK: a named pipe in place of a file must not hang the start.
+_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_FOLDER_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
+
+_NO_ARTIFACT = "A directory without a manifest.json is no artifact."
+_AGAIN = "Nothing of it was used. Copy the artifact again, or build it again."
+
+
+@dataclasses.dataclass(frozen=True)
+class Artifact:
+    """An artifact whose every file has been verified.
+
+    Attributes:
+        root: Its directory, links resolved.
+        manifest: ``manifest.json``.
+        reports: Path → digest and size of each file below ``reports/``.
+        entries: (target, entry) → calling convention.
+        programs: (target, entry, bucket) → program.
+    """
+
+    root: Path
+    manifest: Manifest
+    reports: Mapping[str, File] = dataclasses.field(repr=False)
+    entries: Mapping[tuple[str, str], Entry] = dataclasses.field(repr=False)
+    programs: Mapping[tuple[str, str, str], Program] = dataclasses.field(repr=False)
+    _kept: Mapping[str, bytes] = dataclasses.field(repr=False)
+
+    @property
+    def digest(self) -> str:
+        """The artifact's identity: the manifest's digest."""
+        return self.manifest.digest
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all listed files, reports included."""
+        listed = (*self.manifest.files.values(), *self.reports.values())
+        return sum(file.size for file in listed)
+
+    def read(self, path: str) -> bytes:
+        """The verified bytes of a listed file.
+
+        What a start parses or runs is kept from the verification; anything else is
+        read now and compared with its digest again.
+
+        Raises:
+            DigestError: The file has changed since the artifact was opened.
+            ManifestError: The path isn't listed.
+        """
+        if path in self._kept:
+            return self._kept[path]
+        file = self._listed(path)
+        root = _open_root(self.root)
+        try:
+            return _read_below(root, path, file)
+        except (ArtifactError, ResourceError) as exc:
+            raise _located(self.root, exc) from exc.__cause__
+        finally:
+            os.close(root)
+
+    def json(self, path: str) -> dict[str, Any]:
+        """A listed JSON file, parsed strictly from its verified bytes."""
+        return canonical.decode(self.read(path), path)
+
+    def path(self, path: str) -> Path:
+        """Where a listed file lies, for what can only be loaded by path.
+
+        Its bytes were verified at open; they could have changed since. `read` has no
+        such gap.
+        """
+        self._listed(path)
+        return self.root / path
+
+    def _listed(self, path: str) -> File:
+        file = self.manifest.files.get(path) or self.reports.get(path)
+        if file is None:
+            raise ManifestError(
+                f"artifact {self.root}: {path!r} isn't listed in its manifest",
+                path=path,
+            )
+        return file
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    kind: type[ArtifactError]
+    path: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: expected {self.expected}, found {self.found}"
+
+
+def open_artifact(path: str | os.PathLike[str]) -> Artifact:
+    """Open an artifact after verifying every byte of it.
+
+    Args:
+        path: Its directory; may be a link to it.
+    Raises:
+        DigestError: A file's bytes aren't the listed ones, or a listed file is missing.
+        UnsafePathError: A link, a device or a folder in place of a file, or a listed
+            path that leaves the artifact.
+        ManifestError: No manifest, a malformed one, or a file that it doesn't list.
+        SchemaVersionError: A schema that this version doesn't know.
+        ResourceError: A file can't be read (permissions, disk).
+    """
+    while True:
+        root = Path(os.path.realpath(path))
+        descriptor = _open_root(root)
+        try:
+            return _open_verified(root, descriptor)
+        except (ArtifactError, ResourceError) as exc:
+            # A build that finished meanwhile has put another artifact in this place.
+            if not _replaced(root, descriptor):
+                raise _located(root, exc) from exc.__cause__
+        finally:
+            os.close(descriptor)
+
+
+def _open_verified(root: Path, descriptor: int) -> Artifact:
+    listing = manifest.read_manifest(_read_index(descriptor, manifest.MANIFEST))
+    own = {manifest.MANIFEST}
+    reports: Mapping[str, File] = {}
+    if _is_folder(descriptor, manifest.REPORTS.rstrip("/")):
+        data = _read_index(descriptor, manifest.REPORTS_INDEX)
+        reports = manifest.read_reports(data, listing.digest).files
+        own.add(manifest.REPORTS_INDEX)
+    kept, problems = _verify_tree(descriptor, {**listing.files, **reports}, own)
+    if problems:
+        raise _joined(problems)
+    entries, programs = _parse_programs(listing, kept)
+    return Artifact(
+        root=root,
+        manifest=listing,
+        reports=MappingProxyType(dict(reports)),
+        entries=MappingProxyType(entries),
+        programs=MappingProxyType(programs),
+        _kept=MappingProxyType(kept),
+    )
+
+
+# --- Reading files -----------------------------------------------------------------
+
+
+def _open_root(root: Path) -> int:
+    try:
+        return os.open(root, _FOLDER_FLAGS)
+    except FileNotFoundError as exc:
+        raise ManifestError(
+            f"no artifact at {root}: expected a directory, found nothing",
+            hint="Build one with `compilekit build CONFIG -o DIR`, or check the path.",
+            path=str(root),
+        ) from exc
+    except NotADirectoryError as exc:
+        raise ManifestError(
+            f"no artifact at {root}: expected a directory, found a file",
+            hint="Give the directory that `compilekit build` wrote.",
+            path=str(root),
+        ) from exc
+    except OSError as exc:
+        raise _unreadable(str(root), exc) from exc
+
+
+def _replaced(root: Path, descriptor: int) -> bool:
+    try:
+        here = os.stat(root)
+    except OSError:
+        return False
+    opened = os.fstat(descriptor)
+    return (here.st_dev, here.st_ino) != (opened.st_dev, opened.st_ino)
+
+
+def _read_index(root: int, path: str) -> bytes:
+    """The bytes of one of the two files that no other file vouches for."""
+    name = path
+    folder = root
+    if "/" in path:
+        parent, name = path.split("/")
+        folder = _open_at(root, parent, _FOLDER_FLAGS, path)
+    try:
+        descriptor = _open_at(folder, name, _FILE_FLAGS, path)
+    finally:
+        if folder != root:
+            os.close(folder)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafePathError(
+                f"{path}: expected a plain file, found {_kind(status.st_mode)}",
+                path=path,
+            )
+        if status.st_size > _MAX_INDEX_BYTES:
+            raise ManifestError(
+                f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, found"
+                f" {status.st_size}",
+                path=path,
+            )
+        return _read_all(descriptor, status.st_size)
+    except OSError as exc:
+        raise _unreadable(path, exc) from exc
+    finally:
+        os.close(descriptor)
+
+
+def _open_at(folder: int, name: str, flags: int, path: str) -> int:
+    try:
+        return os.open(name, flags, dir_fd=folder)
+    except FileNotFoundError as exc:
+        raise ManifestError(
+            f"{path}: expected a file, found nothing",
+            hint=_NO_ARTIFACT if path == manifest.MANIFEST else "",
+            path=path,
+        ) from exc
+    except OSError as exc:
+        mode = _mode(folder, name)
+        if mode is not None and not stat.S_ISREG(mode):
+            raise UnsafePathError(
+                f"{path}: expected a plain file, found {_kind(mode)}", path=path
+            ) from exc
+        raise _unreadable(path, exc) from exc
+
+
+def _read_below(root: int, path: str, file: File) -> bytes:
+    """Read one listed file, one folder at a time; its bytes must be the listed ones."""
+    *folders, name = path.split("/")
+    opened = [root]
+    try:
+        for part in folders:
+            opened.append(_open_at(opened[-1], part, _FOLDER_FLAGS, path))
+        read = _verify_file(opened[-1], name, path, file, keep=True)
+    finally:
+        for descriptor in opened[1:]:
+            os.close(descriptor)
+    if isinstance(read, _Problem):
+        raise _joined([read])
+    return read
+
+
+def _verify_tree(
+    root: int, listed: Mapping[str, File], own: set[str]
+) -> tuple[dict[str, bytes], list[_Problem]]:
+    """Verify all files below a folder; returns the bytes that are kept."""
+    folders = {parent for path in (*listed, *own) for parent in manifest.parents(path)}
+    kept: dict[str, bytes] = {}
+    seen: set[str] = set()
+    problems: list[_Problem] = []
+
+    def walk(folder: int, prefix: str) -> None:
+        with os.scandir(folder) as found:
+            for item in sorted(found, key=lambda item: item.name):
+                path = prefix + item.name
+                if path in listed:
+                    seen.add(path)
+                    keep = path.startswith("programs/")
+                    file = listed[path]
+                    read = _verify_file(folder, item.name, path, file, keep=keep)
+                    if isinstance(read, _Problem):
+                        problems.append(read)
+                    elif keep:
+                        kept[path] = read
+                elif path in folders and item.is_dir(follow_symlinks=False):
+                    inner = os.open(item.name, _FOLDER_FLAGS, dir_fd=folder)
+                    try:
+                        walk(inner, path + "/")
+                    finally:
+                        os.close(inner)
+                elif path in folders:
+                    kind = _kind(item.stat(follow_symlinks=False).st_mode)
+                    problems.append(_Problem(UnsafePathError, path, "a folder", kind))
+                elif path not in own:
+                    mode = item.stat(follow_symlinks=False).st_mode
+                    plain = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+                    error = ManifestError if plain else UnsafePathError
+                    expected = "nothing (it isn't listed)"
+                    problems.append(_Problem(error, path, expected, _kind(mode)))
+
+    try:
+        walk(root, "")
+    except OSError as exc:
+        raise _unreadable(str(exc.filename or "the artifact"), exc) from exc
+    for path in sorted(listed.keys() - seen):
+        problems.append(
+            _Problem(DigestError, path, f"sha256 {listed[path].sha256}", "no file")
+        )
+    return kept, problems
+
+
+def _verify_file(
+    folder: int, name: str, path: str, file: File, *, keep: bool
+) -> bytes | _Problem:
+    """Read a file once; compare kind, size and digest.
+
+    Returns:
+        What is wrong with it; else its bytes if `keep`, and nothing if not.
+    """
+    wanted = f"sha256 {file.sha256}"
+    try:
+        descriptor = os.open(name, _FILE_FLAGS, dir_fd=folder)
+    except FileNotFoundError:
+        return _Problem(DigestError, path, wanted, "no file")
+    except OSError as exc:
+        mode = _mode(folder, name)
+        if mode is None or stat.S_ISREG(mode):
+            raise _unreadable(path, exc) from exc
+        return _Problem(UnsafePathError, path, "a plain file", _kind(mode))
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = _kind(status.st_mode)
+            return _Problem(UnsafePathError, path, "a plain file", kind)
+        if status.st_size != file.size:
+            found = f"{status.st_size} bytes"
+            return _Problem(DigestError, path, f"{file.size} bytes", found)
+        if keep or file.size <= _CHUNK:
+            data = _read_all(descriptor, file.size)
+            digest = hashlib.sha256(data).hexdigest()
+        else:
+            data = b""
+            digest = _hash_all(descriptor)
+    except OSError as exc:
+        raise _unreadable(path, exc) from exc
+    finally:
+        os.close(descriptor)
+    if digest != file.sha256:
+        return _Problem(DigestError, path, wanted, f"sha256 {digest}")
+    return data if keep else b""
+
+
+def _read_all(descriptor: int, size: int) -> bytes:
+    data = os.read(descriptor, size + 1)
+    if len(data) == size:
+        return data
+    parts = [data]
+    while more := os.read(descriptor, _CHUNK):
+        parts.append(more)
+    return b"".join(parts)
+
+
+def _hash_all(descriptor: int) -> str:
+    digest = hashlib.sha256()
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    while count := os.readv(descriptor, [buffer]):
+        digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def _mode(folder: int, name: str) -> int | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except OSError:
+        return None
+
+
+def _is_folder(root: int, name: str) -> bool:
+    mode = _mode(root, name)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return "a symbolic link"
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    if stat.S_ISREG(mode):
+        return "a file"
+    return "a device, pipe or socket"
+
+
+# --- Parsing what was read ---------------------------------------------------------
+
+
+def _parse_programs(
+    listing: Manifest, kept: Mapping[str, bytes]
+) -> tuple[dict[tuple[str, str], Entry], dict[tuple[str, str, str], Program]]:
+    entries: dict[tuple[str, str], Entry] = {}
+    programs: dict[tuple[str, str, str], Program] = {}
+    if "program" not in listing.routes:
+        return entries, programs
+    for target in listing.targets:
+        for name, convention in listing.entries.items():
+            entries[target, name] = _parse_entry(target, name, convention.axes, kept)
+            for bucket in convention.buckets:
+                programs[target, name, bucket.name] = _parse_program(
+                    target, name, bucket.name, bucket.axes, listing, kept
+                )
+    return entries, programs
+
+
+def _parse_entry(
+    target: str, name: str, axes: tuple[str, ...], kept: Mapping[str, bytes]
+) -> Entry:
+    path = manifest.entry_path(target, name)
+    fields = canonical.decode(kept[path], path)
+    schema.validate("entry", fields, path)
+    entry = program.entry_from_json(fields)
+    _same(path, "target", target, entry.target)
+    _same(path, "name", name, entry.name)
+    _same(path, "axes", axes, entry.axes)
+    return entry
+
+
+def _parse_program(
+    target: str,
+    name: str,
+    bucket: str,
+    axes: Mapping[str, int],
+    listing: Manifest,
+    kept: Mapping[str, bytes],
+) -> Program:
+    path = manifest.program_path(target, name, bucket)
+    fields = canonical.decode(kept[path], path)
+    schema.validate("program", fields, path)
+    parsed = program.program_from_json(fields)
+    _same(path, "target", target, parsed.target)
+    _same(path, "entry", name, parsed.entry)
+    _same(path, "bucket", bucket, parsed.bucket)
+    _same(path, "axes", dict(axes), dict(parsed.axes))
+    for label, kernel in parsed.kernels.items():
+        _exists(path, f"kernel {label}", listing, "kernels", kernel.digest)
+        _exists(path, f"the source of {label}", listing, "sources", kernel.source)
+    for label, (digest, _) in parsed.constants.items():
+        _exists(path, f"constant {label}", listing, "constants", digest)
+    return parsed
+
+
+_SUFFIXES = {
+    "kernels": (".so", ".cubin"),
+    "sources": (".cpp", ".py"),
+    "constants": (".safetensors",),
+}
+
+
+def _exists(path: str, what: str, listing: Manifest, folder: str, digest: str) -> None:
+    names = [f"{folder}/{digest}{suffix}" for suffix in _SUFFIXES[folder]]
+    if not any(name in listing.files for name in names):
+        manifest.refuse(f"{what}: expected {' or '.join(names)}, found neither", path)
+
+
+def _same(path: str, field: str, expected: object, found: object) -> None:
+    if expected != found:
+        manifest.refuse(f"{field}: expected {expected!r}, found {found!r}", path)
+
+
+# --- Errors ------------------------------------------------------------------------
+
+
+def _located(
+    root: Path, error: ArtifactError | ResourceError
+) -> ArtifactError | ResourceError:
+    """The same error, saying which artifact it is about."""
+    return type(error)(
+        f"artifact {root}: {error.message}",
+        hint=error.hint or _AGAIN,
+        **{**error.fields, "artifact": str(root)},
+    )
+
+
+def _joined(problems: list[_Problem]) -> ArtifactError:
+    """One error for all problems, of the gravest class among them."""
+    kinds = {problem.kind for problem in problems}
+    order = (UnsafePathError, ManifestError, DigestError)
+    kind = next(one for one in order if one in kinds)
+    first = next(problem for problem in problems if problem.kind is kind)
+    text = str(first)
+    if len(problems) > 1:
+        shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
+        more = len(problems) - _SHOWN
+        rest = f"\n  and {more} more" if more > 0 else ""
+        text = f"{len(problems)} files are wrong{shown}{rest}"
+    return kind(
+        text,
+        path=first.path,
+        expected=first.expected,
+        found=first.found,
+        problems=[
+            {
+                "error": problem.kind.__name__,
+                "path": problem.path,
+                "expected": problem.expected,
+                "found": problem.found,
+            }
+            for problem in problems
+        ],
+    )
+
+
+def _unreadable(path: str, exc: OSError) -> ResourceError:
+    return ResourceError(
+        f"{path} can't be read: {exc.strerror}",
+        hint="Check the file's owner and mode, and the disk.",
+        path=path,
+    )

@@ -1,0 +1,3 @@
+def call(args):
+    (arg0, arg1) = args
+    return (kernel(arg0, arg1),)
