@@ -1,0 +1,225 @@
+"""Private Dynamo names: capture one call as one FX graph, with what it depends on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
+from torch._dynamo.eval_frame import set_enable_dynamic
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._subclasses.fake_tensor import FakeTensor
+
+CaptureRestart = TensorifyScalarRestartAnalysis
+CaptureUnsupported = Unsupported
+
+
+@dataclasses.dataclass(frozen=True)
+class SideEffect:
+    """A Python object that existed before the call and that the call changes.
+
+    Attributes:
+        source: Python expression for the object, over ``L`` (arguments) and ``G``.
+        attributes: Attributes written; empty = its contents (a list, a dict).
+    """
+
+    source: str
+    attributes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardedRead:
+    """One guard: a value that capture looked at.
+
+    Attributes:
+        source: Python expression for the value, over ``L`` and ``G``.
+        kind: Dynamo's guard type, e.g. ``CONSTANT_MATCH``.
+    """
+
+    source: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """One captured call.
+
+    Attributes:
+        graph: The FX graph; parameters, buffers and arguments are placeholders.
+        example_inputs: Fake tensors in placeholder order.
+        sources: Python expression of each placeholder, over ``L`` and ``G``.
+        fake_mode: The mode of the example inputs.
+        raw: Dynamo's own record, for `lower` and `replay`.
+        reads: Every guard.
+        side_effects: Every object changed outside the graph.
+        globals: The globals that ``G`` in an expression stands for.
+    """
+
+    graph: torch.fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    sources: tuple[str, ...]
+    fake_mode: Any
+    raw: CaptureOutput
+    reads: tuple[GuardedRead, ...]
+    side_effects: tuple[SideEffect, ...]
+    globals: dict[str, Any]
+
+
+def capture_call(function: FunctionType, args: tuple[Any, ...]) -> Capture | None:
+    """Trace ``function(*args)`` on fake tensors into one graph, shapes static.
+
+    Returns:
+        The capture, or None if no tensor operation was found.
+    Raises:
+        CaptureUnsupported: Dynamo would have to break the graph.
+    Source: torch/_dynamo/convert_frame.py, fullgraph_capture (2.11, 2.13).
+    """
+    effects: list[SideEffect] = []
+    with (
+        torch.no_grad(),
+        get_metrics_context(),
+        dynamo_timed("compilekit_capture"),
+        set_enable_dynamic(False),
+        _recorded_side_effects(effects),
+    ):
+        try:
+            raw = fullgraph_capture(function, args, {})
+        except CaptureRestart:
+            # Dynamo asks for a second run once it knows which scalars matter.
+            effects.clear()
+            raw = fullgraph_capture(function, args, {})
+    backend = raw.backend_input
+    if backend is None:
+        return None
+    placeholders = [n for n in backend.graph_module.graph.nodes if n.op == "placeholder"]
+    output_graph = raw.graph_capture_output.output_graph
+    return Capture(
+        graph=backend.graph_module,
+        example_inputs=tuple(backend.example_inputs),
+        sources=tuple(node._dynamo_source.name for node in placeholders),
+        fake_mode=backend.fake_mode,
+        raw=raw,
+        reads=tuple(
+            GuardedRead(guard.name, guard.create_fn_name())
+            for guard in output_graph.guards
+            if guard.name
+        ),
+        side_effects=tuple(dict.fromkeys(effects)),
+        globals=raw.graph_capture_output.f_globals,
+    )
+
+
+@contextlib.contextmanager
+def _recorded_side_effects(into: list[SideEffect]) -> Iterator[None]:
+    """Note which existing objects Dynamo's bytecode will change.
+
+    Source: torch/_dynamo/side_effects.py, SideEffects.codegen_update_mutated and
+    _get_modified_vars (2.11, 2.13).
+    """
+    original = SideEffects.codegen_update_mutated
+
+    def record(self: SideEffects, *args: Any, **kwargs: Any) -> Any:
+        for variable in self._get_modified_vars():
+            kind = variable.mutation_type
+            if variable.source is None or not isinstance(
+                kind, (AttributeMutationExisting, ValueMutationExisting)
+            ):
+                continue
+            attributes = self.store_attr_mutations.get(variable, {})
+            into.append(SideEffect(variable.source.name, tuple(attributes)))
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(SideEffects, "codegen_update_mutated", record):
+        yield
+
+
+def run_graph(capture: Capture) -> tuple[Any, ...]:
+    """Run the captured graph on its fake inputs; the outputs in graph order."""
+    # Fake inputs keep the mode they were made in; Dynamo's own mode is another one.
+    modes = {t.fake_mode for t in capture.example_inputs if isinstance(t, FakeTensor)}
+    mode = modes.pop() if modes else capture.fake_mode
+    with torch.no_grad(), mode:
+        return tuple(capture.graph(*capture.example_inputs))
+
+
+def replay(
+    capture: Capture,
+    function: FunctionType,
+    args: tuple[Any, ...],
+    outputs: tuple[Any, ...],
+) -> Any:
+    """Run Dynamo's bytecode around the graph with stand-in graph outputs.
+
+    What comes back is the caller's own output object, in which graph outputs, inputs
+    passed through and constants can be told apart by identity.
+
+    Source: torch/_dynamo/convert_frame.py, GraphRuntimeEnv.forward_callable
+    (2.11, 2.13).
+    """
+    environment = capture.raw.graph_capture_output.get_runtime_env()
+    backend = capture.raw.backend_input
+    if backend is None:
+        raise ValueError("nothing was captured")
+    known = capture.globals
+    extra = {name: known[name] for name in environment.external_refs if name in known}
+    call = environment.forward_callable(
+        backend.backend_id, lambda *inputs: outputs, extra_globals=extra
+    )
+    with torch.no_grad():
+        return call(*args)
+
+
+def traced_functions(capture: Capture) -> list[tuple[str, CodeType]]:
+    """``module:qualname`` and code of every function that tracing went through.
+
+    Source: torch/_dynamo/convert_frame.py, GraphCaptureOutput.traced_code (2.11, 2.13).
+    """
+    modules = {
+        file: name
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None))
+    }
+    return [
+        (f"{modules[code.co_filename]}:{code.co_qualname}", code)
+        for code in capture.raw.graph_capture_output.traced_code
+        if code.co_filename in modules
+    ]
+
+
+def normalise_annotations(capture: Capture) -> None:
+    """Write the placeholder types that a run on real tensors would have written.
+
+    Dynamo annotates a placeholder with the type of its example; ``FakeTensor`` there
+    is the one thing in which AOTAutograd's cache key differs from a real run's.
+
+    Source: torch/_dynamo/output_graph.py, create_graph_input (2.11, 2.13).
+    """
+    placeholders = [n for n in capture.graph.graph.nodes if n.op == "placeholder"]
+    for node, example in zip(placeholders, capture.example_inputs, strict=True):
+        if node.type is FakeTensor:
+            is_parameter = isinstance(example, torch.nn.Parameter)
+            node.type = torch.nn.Parameter if is_parameter else torch.Tensor
+    capture.graph.recompile()
+
+
+def reset() -> None:
+    """Forget everything Dynamo compiled or specialised in this process."""
+    torch._dynamo.reset()
+
+
+def dynamo_frames() -> int:
+    """Frames that Dynamo compiled in this process so far.
+
+    Source: torch/_dynamo/utils.py, counters["frames"] (2.11, 2.13).
+    """
+    return int(torch._dynamo.utils.counters["frames"]["total"])

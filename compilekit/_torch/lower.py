@@ -1,0 +1,221 @@
+"""Private Inductor and AOTAutograd names: from a captured graph to output code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.config
+import torch._inductor.codecache
+import torch._inductor.config
+import torch._inductor.cpu_vec_isa as cpu_vec_isa
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from compilekit._torch.capture import Capture
+
+
+@dataclasses.dataclass(frozen=True)
+class CppSource:
+    """One C++ kernel as Inductor wrote it.
+
+    Attributes:
+        argtypes: C types of the kernel's arguments, e.g. ``const float*``.
+        code: Kernel plus its Python binding; the module's init is ``PyInit_kernel``.
+    """
+
+    argtypes: tuple[str, ...]
+    code: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """What Inductor made of one graph.
+
+    Attributes:
+        output_code: The Python module Inductor would have run.
+        kernels: Kernel body (as it stands in the output code) → complete source.
+        constants: Name in the output code → tensor.
+        mutated: Indices of graph inputs that the program writes.
+        aligned: Indices of graph inputs whose address must be 16-byte aligned.
+        input_count: Graph inputs the program takes.
+        output_count: Graph outputs the program returns.
+        extra_outputs: Outputs that come before the graph's own (mutations to copy).
+        refusals: What AOTAutograd does outside the program, in plain words.
+    """
+
+    output_code: str
+    kernels: Mapping[str, CppSource]
+    constants: Mapping[str, torch.Tensor]
+    mutated: frozenset[int]
+    aligned: frozenset[int]
+    input_count: int
+    output_count: int
+    refusals: tuple[str, ...]
+
+
+def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowered:
+    """Run AOTAutograd and Inductor on a captured graph without compiling kernels.
+
+    Args:
+        options: Inductor options, those that the program route forces included.
+        simd_width: Bits of the target's vectors (256, 512); 0 = scalar code.
+    Source: torch/_inductor/compile_fx.py, compile_fx and compile_fx_inner (2.11, 2.13).
+    """
+    kernels: dict[str, CppSource] = {}
+    inner: list[tuple[torch.fx.GraphModule, Any]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        code = compile_fx_inner(graph, inputs, **kwargs)
+        inner.append((graph, code))
+        return code
+
+    context = TracingContext(capture.fake_mode)
+    backend = capture.raw.backend_input
+    if backend is None:
+        raise ValueError("nothing was captured")
+    context.tensor_to_context = backend.tensor_to_context
+    with (
+        torch.no_grad(),
+        get_metrics_context(),
+        dynamo_timed("compilekit_lower"),
+        tracing(context),
+        torch._inductor.config.patch(dict(options)),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        _target_isa(simd_width),
+        _kept_kernels(kernels),
+    ):
+        compile_fx(capture.graph, list(capture.example_inputs), inner_compile=keep)
+    if len(inner) != 1:
+        raise ValueError(f"expected one Inductor graph, got {len(inner)}")
+    graph, code = inner[0]
+    nodes = list(graph.graph.nodes)
+    return Lowered(
+        output_code=code.source_code,
+        kernels=kernels,
+        constants=dict(code.constants or {}),
+        mutated=frozenset(code.mutated_input_idxs),
+        aligned=frozenset(code.inputs_to_check),
+        input_count=sum(node.op == "placeholder" for node in nodes),
+        output_count=len(nodes[-1].args[0]),
+        refusals=_refusals(context.fw_metadata, capture),
+    )
+
+
+def _refusals(metadata: Any, capture: Capture) -> tuple[str, ...]:
+    """What AOTAutograd's wrappers would do around the program.
+
+    Source: torch/_functorch/_aot_autograd/schemas.py, ViewAndMutationMeta (2.11, 2.13).
+    """
+    found = []
+    if metadata.tokens:
+        found.append("ordered effects (a print or a custom op with side effects)")
+    if metadata.traced_tangent_metas or metadata.num_backward_tokens:
+        found.append("a backward graph")
+    for index, info in enumerate(metadata.input_info):
+        if info.mutates_metadata:
+            found.append(f"changed shape or strides of input {capture.sources[index]}")
+    for index in metadata.mutated_inp_runtime_indices:
+        found.append(f"a write to {capture.sources[index]} outside the graph")
+    known = {
+        OutputType.non_alias,
+        OutputType.alias_of_input,
+        OutputType.is_input,
+        OutputType.alias_of_intermediate,
+        OutputType.unsafe_view_alias,
+    }
+    for info in metadata.output_info:
+        if info.output_type not in known:
+            found.append(f"an output of kind {info.output_type.name}")
+    if metadata.num_intermediate_bases:
+        found.append("views of intermediates that autograd would track")
+    if metadata.is_rng_op_functionalized:
+        found.append("functionalised random numbers")
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _target_isa(simd_width: int) -> Iterator[None]:
+    """Make Inductor generate for the target's vector width, whatever this CPU has.
+
+    Source: torch/_inductor/cpu_vec_isa.py, valid_vec_isa_list and pick_vec_isa
+    (2.11, 2.13); `vec_isa_ok` skips the probe that compiles and runs a kernel.
+    """
+    choices = {256: cpu_vec_isa.VecAVX2, 512: cpu_vec_isa.VecAVX512}
+    isas = [choices[simd_width]()] if simd_width else []
+    with (
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: isas),
+        torch._inductor.config.patch(
+            {"cpp.simdlen": simd_width or 1, "cpp.vec_isa_ok": True}
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _kept_kernels(into: dict[str, CppSource]) -> Iterator[None]:
+    """Keep every C++ kernel's source instead of compiling and loading it.
+
+    Source: torch/_inductor/codecache.py, CppPythonBindingsCodeCache
+    .load_pybinding_async, suffix_template, call_entry_function (2.11, 2.13).
+    """
+    cache = torch._inductor.codecache.CppPythonBindingsCodeCache
+
+    def keep(cls: Any, argtypes: Any, main_code: str, *args: Any, **kwargs: Any) -> Any:
+        arguments = ", ".join(
+            f"parse_arg<{argtype.replace('const ', '')}>(args, {index})"
+            for index, argtype in enumerate(argtypes)
+        )
+        binding = cache.suffix_template.format(
+            arg_len=len(argtypes),
+            call_entry_func=cache.call_entry_function.format(arguments),
+            entry_func=cache.entry_function,
+            extra_parse_arg=cache.extra_parse_arg,
+        )
+        into[main_code] = CppSource(tuple(argtypes), main_code + binding)
+        return lambda: _never_called
+
+    with mock.patch.object(cache, "load_pybinding_async", classmethod(keep)):
+        yield
+
+
+def _never_called(*args: Any) -> None:
+    raise RuntimeError("a kernel can't run while a program is being built")
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor options behind a mode name (``default``, ``reduce-overhead``, …)."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode, dynamic=False))
+
+
+def program_options(threads: int) -> dict[str, Any]:
+    """Options that the program route forces, and why.
+
+    Args:
+        threads: Fixed thread count, or 0 = decided at each call.
+    """
+    return {
+        # The implicit mode sizes accumulators for the build's thread count and
+        # crashes at any other (torch/_inductor/codegen/cpp.py, 2.13).
+        "cpp.dynamic_threads": threads == 0,
+        "cpp.threads": threads or -1,
+        # Kernels are compiled by compilekit, once each; nothing is cached or forked.
+        "compile_threads": 1,
+        "fx_graph_cache": False,
+        "cpp_wrapper": False,
+        "graph_partition": False,
+        "triton.cudagraphs": False,
+        "triton.descriptive_names": False,
+        "freezing": False,
+        # Random numbers as eager draws them, so that seeds mean the same.
+        "fallback_random": True,
+        "benchmark_kernel": False,
+    }

@@ -1,0 +1,149 @@
+"""Private torch names that running a program needs.
+
+Everything here exists after plain ``import torch``: importing this module adds nothing
+to ``sys.modules``. Checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_guards = torch._C._dynamo.guards
+
+
+def tensor_pointer_address() -> int:
+    """Address of the C function that a CPU kernel calls to get a tensor's data.
+
+    Source: torch/_inductor/codecache.py, CppPythonBindingsCodeCache (2.11, 2.13); the
+    kernel's module init reads it from an environment variable.
+    """
+    return int(_guards._torchinductor_pyobject_tensor_data_ptr)
+
+
+POINTER_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+
+
+def output_code_names() -> dict[str, Any]:
+    """The host-side names that Inductor's output code uses, from bare torch.
+
+    Source: torch/_inductor/codegen/wrapper.py, PythonWrapperCodegen.write_header
+    (2.11, 2.13), less what imports Inductor.
+    """
+    return {
+        "torch": torch,
+        "aten": torch.ops.aten,
+        "inductor_ops": torch.ops.inductor,
+        "_quantized": torch.ops._quantized,
+        "device": torch.device,
+        "empty_strided": torch.empty_strided,
+        "inf": float("inf"),
+        "nan": float("nan"),
+        "nanj": complex(0, float("nan")),
+        "assert_size_stride": _guards.assert_size_stride,
+        "assert_alignment": _guards.assert_alignment,
+        "empty_strided_cpu": _guards._empty_strided_cpu,
+        "reinterpret_tensor": _guards._reinterpret_tensor,
+        "alloc_from_pool": torch.ops.inductor._alloc_from_pool,
+        "extern_kernels": _extern_kernels(),
+    }
+
+
+def _extern_kernels() -> SimpleNamespace:
+    """The members of Inductor's ``extern_kernels`` that aren't Python inside Inductor.
+
+    Source: every ExternKernelChoice in torch/_inductor (2.11, 2.13). ``bias_addmm``
+    and ``conv1x1_via_mm`` are Python there (kernel/mm_common.py, kernel/conv.py), so
+    the runtime brings its own.
+    """
+    return SimpleNamespace(
+        mm=torch.mm,
+        addmm=torch.addmm,
+        bmm=torch.bmm,
+        baddbmm=torch.baddbmm,
+        convolution=torch.convolution,
+        _int_mm=torch._int_mm,
+        bias_addmm=_bias_addmm,
+        conv1x1_via_mm=_conv1x1_via_mm,
+    )
+
+
+def extern_kernel_names() -> frozenset[str]:
+    """Names that `output_code_names` offers below ``extern_kernels``."""
+    return frozenset(vars(_extern_kernels()))
+
+
+def _bias_addmm(
+    inp: torch.Tensor,
+    mat1: torch.Tensor,
+    mat2: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    alpha: float = 1,
+    beta: float = 1,
+) -> torch.Tensor:
+    # A bias expanded over rows is passed as the row itself, which lets cuBLAS fuse it.
+    if inp.stride(0) == 0 and inp.size(0) != 1:
+        inp = inp[0]
+    return torch.addmm(inp, mat1, mat2, out=out, alpha=alpha, beta=beta)
+
+
+def _conv1x1_via_mm(
+    x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor
+) -> torch.Tensor:
+    w = torch.squeeze(torch.squeeze(w, -1), -1)
+    return torch.matmul(x.permute(0, 2, 3, 1), w.permute(1, 0), out=out.permute(0, 2, 3, 1))
+
+
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """One C++ check of many tensors: type, dtype, device, shape, stride, dispatch keys.
+
+    Dispatch keys depend on inference mode, so a guard holds for the mode it was made
+    in. About 0.09 µs per tensor.
+
+    Source: torch/csrc/dynamo/guards.cpp, TensorGuards (2.11, 2.13).
+    """
+    static = [[None] * tensor.dim() for tensor in tensors]
+    guard = _guards.TensorGuards(
+        *tensors, dynamic_dims_sizes=static, dynamic_dims_strides=static
+    )
+    check: Callable[..., bool] = guard.check
+    return check
+
+
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two tensors look into one storage (works for fake tensors too).
+
+    Source: torch/storage.py, UntypedStorage._cdata (2.11, 2.13).
+    """
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage while the tensor lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def reinterpret(
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+) -> torch.Tensor:
+    """A view by shape, stride and extra storage offset (all in elements)."""
+    view: torch.Tensor = _guards._reinterpret_tensor(
+        tensor, tuple(shape), tuple(stride), offset
+    )
+    return view
+
+
+def operator_schema(packet: Any) -> str:
+    """Schemas of all overloads of an operator, sorted.
+
+    Source: torch/_ops.py, OpOverload._schema (2.11, 2.13).
+    """
+    schemas = [str(getattr(packet, name)._schema) for name in packet.overloads()]
+    return "; ".join(sorted(schemas))

@@ -1,0 +1,59 @@
+"""Which torch and Python versions compilekit supports; versions compare as tuples."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from compilekit.errors import MismatchError, Mismatch
+
+# torch minor -> what was done with it: "built" = the test-suite builds and loads CPU
+# programs, "ran" = artifacts built with it ran on the device named.
+SUPPORTED: dict[tuple[int, int], str] = {
+    (2, 11): "built",
+    (2, 12): "by interface, not run",
+    (2, 13): "built",
+}
+PYTHON: tuple[tuple[int, int], ...] = ((3, 11), (3, 12))
+
+
+def minor(version: str) -> tuple[int, int]:
+    """``"2.13.0+cpu"`` → ``(2, 13)``; (0, 0) if it doesn't start with two numbers."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def refuse_unsupported(torch_version: str, *, allow_untested: bool = False) -> None:
+    """Refuse a torch minor or Python minor that nobody tried.
+
+    Raises:
+        MismatchError: torch or Python is outside the tables above.
+    """
+    mismatches = []
+    if minor(torch_version) not in SUPPORTED and not allow_untested:
+        known = ", ".join(f"{major}.{minor_}" for major, minor_ in SUPPORTED)
+        mismatches.append(
+            Mismatch(
+                "torch.version",
+                f"support for {known}",
+                torch_version,
+                "refuse",
+                "The compiler's internals change between minors.",
+                "Install a supported torch, or pass --allow-untested-torch.",
+            )
+        )
+    if sys.version_info[:2] not in PYTHON:
+        known = ", ".join(f"{major}.{minor_}" for major, minor_ in PYTHON)
+        here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        mismatches.append(
+            Mismatch(
+                "python.version",
+                f"support for {known}",
+                here,
+                "refuse",
+                "Kernels are extension modules of one Python minor.",
+                "Use a supported Python.",
+            )
+        )
+    if mismatches:
+        raise MismatchError("this installation isn't supported", tuple(mismatches))

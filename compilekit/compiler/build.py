@@ -1,0 +1,454 @@
+"""`build`: from a configuration to an artifact on disk.
+
+Lifecycle:
+    1. `plan.make_plan` lists the jobs (target × entry × bucket).
+    2. One worker process per target compiles them (`compilekit.compiler.worker`); a
+       bucket that kills its worker is reported and the rest gets a new one.
+    3. `_pack` merges what the buckets say about their entries, and writes the artifact
+       in one step, only when every bucket is there.
+    4. `verify` replays every bucket in fresh processes, where the target's CPU is here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from compilekit import config as configuration
+from compilekit import errors, plan, targets
+from compilekit.artifact import (
+    Artifact,
+    Manifest,
+    ManifestEntry,
+    Model,
+    Serve,
+    canonical,
+    write_artifact,
+)
+from compilekit.artifact.program import entry_from_json, to_json
+from compilekit.errors import ConfigError
+from compilekit.events import BuildEvent, OnBuildEvent, from_line, ignore
+from compilekit.results import BucketResult, BucketVerified, BuildResult
+
+
+def build(
+    config: configuration.Config,
+    out: Path,
+    *,
+    targets: tuple[str, ...] | None = None,
+    jobs: int = 0,
+    verify: bool = True,
+    allow_untested_torch: bool = False,
+    on_event: OnBuildEvent = ignore,
+) -> BuildResult:
+    """Compile every bucket and write the artifact.
+
+    Args:
+        out: The artifact's directory; an artifact there is replaced in one step.
+        targets: Instead of the configuration's.
+        jobs: Kernels compiled at once; 0 = one per CPU.
+        verify: Replay every bucket afterwards.
+        on_event: Called with every step.
+    Returns:
+        What became of every bucket. If one failed, nothing was written.
+    Raises:
+        ConfigError: the configuration can't be built.
+        MismatchError: this torch or Python isn't supported.
+        ResourceError: a tool is missing, or the place can't be written.
+    """
+    began = time.perf_counter()
+    if targets:
+        config = dataclasses.replace(
+            config, build=dataclasses.replace(config.build, targets=targets)
+        )
+    _refuse_early(config, allow_untested_torch)
+    planned = plan.make_plan(config)
+    threads = jobs or config.build.jobs or os.cpu_count() or 1
+    logs = Path(f"{out}.logs")
+    with _scratch() as scratch:
+        results: list[BucketResult] = []
+        for target in dict.fromkeys(job.target for job in planned.jobs):
+            numbered = [
+                (index, job)
+                for index, job in enumerate(planned.jobs, 1)
+                if job.target == target
+            ]
+            folder = scratch / target
+            results += _compile(
+                config, numbered, len(planned.jobs), threads, folder, logs, on_event
+            )
+        failed = [result for result in results if result.status == "failed"]
+        if failed:
+            return BuildResult(
+                artifact=None,
+                digest="",
+                buckets=tuple(results),
+                seconds=time.perf_counter() - began,
+                exit_code=_exit_code(failed[0]),
+            )
+        artifact = _pack(config, planned, scratch, out)
+    shutil.rmtree(logs, ignore_errors=True)
+    kernels = sum(path.startswith("kernels/") for path in artifact.manifest.files)
+    result = BuildResult(
+        artifact=artifact.root,
+        digest=artifact.digest,
+        buckets=tuple(results),
+        seconds=time.perf_counter() - began,
+        size_bytes=artifact.size_bytes,
+        kernels=kernels,
+    )
+    if verify:
+        result = _verified(result, config, on_event)
+    return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+
+def _refuse_early(config: configuration.Config, allow_untested_torch: bool) -> None:
+    """Refuse what no worker could do, before any process starts."""
+    import torch
+
+    from compilekit._torch.options import inductor_options
+    from compilekit._torch.versions import refuse_unsupported
+
+    refuse_unsupported(torch.__version__, allow_untested=allow_untested_torch)
+    if config.compile.options:
+        configuration.check_options(config, inductor_options())
+    if "cache" in config.build.routes:
+        raise ConfigError(
+            'routes = ["cache"]: this version builds the program route only',
+            hint='Set routes = ["program"].',
+        )
+    tuned = [name for name in ("max_autotune",) if config.compile.options.get(name)]
+    if config.compile.mode.startswith("max-autotune"):
+        tuned.append(f'mode "{config.compile.mode}"')
+    if tuned:
+        raise ConfigError(
+            f"{', '.join(tuned)} benchmarks kernels on the target's device while it"
+            " compiles, which a build doesn't do",
+            hint='Use mode "default".',
+        )
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A private folder that is gone afterwards, also after Ctrl-C."""
+    folder = Path(tempfile.mkdtemp(prefix="compilekit-build-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compile(
+    config: configuration.Config,
+    jobs: list[tuple[int, plan.Job]],
+    count: int,
+    threads: int,
+    scratch: Path,
+    logs: Path,
+    on_event: OnBuildEvent,
+) -> list[BucketResult]:
+    """Run workers until every job has a result."""
+    results: dict[int, BucketResult] = {}
+    waiting = list(jobs)
+    while waiting:
+        _run_worker(config, waiting, count, threads, scratch, logs, results, on_event)
+        waiting = [item for item in waiting if item[0] not in results]
+    return [results[index] for index, _ in jobs]
+
+
+def _run_worker(
+    config: configuration.Config,
+    waiting: list[tuple[int, plan.Job]],
+    count: int,
+    threads: int,
+    scratch: Path,
+    logs: Path,
+    results: dict[int, BucketResult],
+    on_event: OnBuildEvent,
+) -> None:
+    """Start one worker on the waiting jobs and read its events until it ends."""
+    (scratch / "logs").mkdir(parents=True, exist_ok=True)
+    spec = {
+        "config": str(config.path),
+        "target": waiting[0][1].target,
+        "jobs": [(i, j.entry, j.bucket.name, dict(j.bucket.axes)) for i, j in waiting],
+        "count": count,
+        "threads": threads,
+        "scratch": str(scratch),
+    }
+    worker_log = scratch / "logs" / "worker.log"
+    started: list[tuple[int, plan.Job]] = []
+    by_index = dict(waiting)
+    with worker_log.open("ab") as log:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "compilekit.compiler.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=_environment(scratch),
+            text=True,
+            encoding="utf-8",
+            # Ctrl-C goes to this process, which ends the worker and its compilers.
+            start_new_session=True,
+        )
+        try:
+            if worker.stdin is None or worker.stdout is None:
+                raise errors.ResourceError("the worker process has no pipes")
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(json.dumps(spec))
+                worker.stdin.close()
+            for line in worker.stdout:
+                event = from_line(line)
+                if not isinstance(event, BuildEvent):
+                    continue
+                if event.kind == "started" and not event.stage:
+                    started.append((event.index, by_index[event.index]))
+                if event.kind in ("finished", "failed"):
+                    event = _keep_log(event, scratch, logs)
+                    results[event.index] = _result(event)
+                on_event(event)
+            code = worker.wait()
+        finally:
+            _end(worker)
+    if code == 0:
+        return
+    # It died. The bucket it was at, and those whose kernels were still compiling, are
+    # not done; only the one it was at is to blame.
+    index, job = started[-1] if started else waiting[0]
+    if index in results:
+        raise errors.WorkerCrashedError(
+            f"the build's worker process ended with {_death(code)} between buckets",
+            hint=f"Its log is {_kept(worker_log, logs)}.",
+        )
+    log_name = f"{job.entry}-{job.bucket.name}.log" if started else "worker.log"
+    error = _startup_error(worker_log) if not started else None
+    event = BuildEvent(
+        "failed",
+        job.target,
+        job.entry,
+        job.bucket.name,
+        index=index,
+        count=count,
+        message=error
+        or f"the worker process ended with {_death(code)} while it compiled this bucket",
+        log=log_name,
+        error_type="WorkerCrashedError",
+        exit_code=errors.WorkerCrashedError.exit_code,
+    )
+    event = _keep_log(event, scratch, logs)
+    results[index] = _result(event)
+    on_event(event)
+    if not started:
+        # It never came to a bucket: the next worker wouldn't either.
+        for other, job in waiting:
+            if other not in results:
+                results[other] = BucketResult(
+                    job.target, job.entry, job.bucket.name, "skipped"
+                )
+
+
+def _environment(scratch: Path) -> dict[str, str]:
+    """The worker's environment: its caches lie in the scratch folder."""
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TMPDIR": str(scratch),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def _end(worker: subprocess.Popen[str]) -> None:
+    """End a worker and every compiler it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
+    worker.wait()
+    if worker.stdout is not None:
+        worker.stdout.close()
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _startup_error(log: Path) -> str | None:
+    """The last line a worker printed before it came to its first bucket."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f"the worker couldn't start: {lines[-1]}" if lines else None
+
+
+def _keep_log(event: BuildEvent, scratch: Path, logs: Path) -> BuildEvent:
+    """Copy a failed bucket's log beside the artifact, out of the scratch folder."""
+    if not event.log:
+        return event
+    kept = _kept(scratch / "logs" / event.log, logs)
+    return dataclasses.replace(event, log=str(kept))
+
+
+def _kept(log: Path, logs: Path) -> Path:
+    logs.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(log, logs / log.name))
+
+
+def _result(event: BuildEvent) -> BucketResult:
+    return BucketResult(
+        target=event.target,
+        entry=event.entry,
+        bucket=event.bucket,
+        status="failed" if event.kind == "failed" else "built",
+        kernels=event.kernels,
+        seconds=event.seconds,
+        size_bytes=event.size_bytes,
+        error=event.message if event.kind == "failed" else "",
+        error_type=event.error_type,
+        log=event.log,
+    )
+
+
+def _exit_code(result: BucketResult) -> int:
+    kind = getattr(errors, result.error_type, errors.CaptureError)
+    return int(kind.exit_code)
+
+
+def _pack(
+    config: configuration.Config, planned: plan.Plan, scratch: Path, out: Path
+) -> Artifact:
+    """Put everything the workers left into one artifact."""
+    from compilekit.compiler import factors
+    from compilekit.compiler.compile import merge_entries
+    from compilekit.compiler.verify import CONFIG_REPORT
+
+    files: dict[str, bytes] = {}
+    # The configuration may hold paths of this machine, so it's kept as a report.
+    reports = {CONFIG_REPORT: config.path.read_bytes()}
+    entries: dict[str, ManifestEntry] = {}
+    described: dict[str, Mapping[str, Any]] = {}
+    model: Model | None = None
+    for target in dict.fromkeys(job.target for job in planned.jobs):
+        folder = scratch / target
+        for kind in ("kernels", "sources", "constants"):
+            for path in sorted((folder / kind).glob("*")):
+                files[f"{kind}/{path.name}"] = path.read_bytes()
+        for entry in config.entries.values():
+            jobs = [j for j in planned.jobs if (j.target, j.entry) == (target, entry.name)]
+            parts = []
+            for job in jobs:
+                source = folder / "buckets" / entry.name / job.bucket.name
+                place = f"programs/{target}/{entry.name}/{job.bucket.name}"
+                for name in ("program.json", "call.py", "call.pyc"):
+                    files[f"{place}/{name}"] = (source / name).read_bytes()
+                data = json.loads((source / "entry.json").read_bytes())
+                parts.append(entry_from_json(data))
+            merged = merge_entries(parts)
+            files[f"programs/{target}/{entry.name}/entry.json"] = canonical.encode(
+                to_json(merged)
+            )
+            entries[entry.name] = ManifestEntry(
+                merged.axes, tuple(job.bucket for job in jobs)
+            )
+        described[target] = {
+            **_described(target),
+            "factors": factors.kernel_factors(folder / "kernels"),
+        }
+        for path in sorted((folder / "logs").glob("*.log")):
+            if path.stat().st_size:
+                reports[f"reports/{target}/{path.name}"] = path.read_bytes()
+        model = model or factors.model(config, json.loads((folder / "model.json").read_bytes()))
+    if model is None:
+        raise ConfigError("there is nothing to build: no target or no bucket")
+    parts_of_manifest = Manifest(
+        model=model,
+        targets=described,
+        entries=entries,
+        factors=factors.common_factors(config),
+        routes=("program",),
+        serve=Serve(config.serve.on_uncovered, config.serve.over_length),
+    )
+    return write_artifact(out, parts_of_manifest, files, reports)
+
+
+def _described(name: str) -> dict[str, Any]:
+    """A target's description as the manifest holds it."""
+    fields = dataclasses.asdict(targets.load_target(name))
+    del fields["name"], fields["marks"]
+    return fields
+
+
+def _verified(
+    result: BuildResult, config: configuration.Config, on_event: OnBuildEvent
+) -> BuildResult:
+    """Replay every bucket whose target is this machine's."""
+    from compilekit.compiler.verify import verify
+
+    if result.artifact is None:
+        return result
+    flags = targets.cpu_flags()
+    runnable = {
+        name
+        for name in {bucket.target for bucket in result.buckets}
+        if not targets.missing_features(targets.load_target(name), flags)
+    }
+    buckets = [
+        bucket if bucket.target in runnable else dataclasses.replace(bucket, status="unverified")
+        for bucket in result.buckets
+    ]
+    if not runnable:
+        return dataclasses.replace(result, buckets=tuple(buckets))
+    outcome = verify(result.artifact, config=config, on_event=_as_build_event(on_event, buckets))
+    by_name: dict[tuple[str, str, str], list[BucketVerified]] = {}
+    for replay in outcome.buckets:
+        by_name.setdefault((replay.target, replay.entry, replay.bucket), []).append(replay)
+    for position, bucket in enumerate(buckets):
+        replays = by_name.get((bucket.target, bucket.entry, bucket.bucket), [])
+        wrong = next((replay for replay in replays if not replay.passed), None)
+        if wrong is not None:
+            buckets[position] = dataclasses.replace(
+                bucket, status="failed", error=wrong.message, error_type="VerifyError"
+            )
+        elif replays:
+            buckets[position] = dataclasses.replace(bucket, status="verified")
+    code = 0 if outcome.passed else errors.VerifyError.exit_code
+    return dataclasses.replace(result, buckets=tuple(buckets), exit_code=code)
+
+
+def _as_build_event(on_event: OnBuildEvent, buckets: list[BucketResult]) -> Any:
+    """Show a verify inside a build: one `verify` stage per bucket."""
+    order = {(b.target, b.entry, b.bucket): i for i, b in enumerate(buckets, 1)}
+
+    def forward(event: Any) -> None:
+        index = order.get((event.target, event.entry, event.bucket), 0)
+        kind = {"started": "started", "finished": "stage"}.get(event.kind)
+        if kind is None or not index:
+            return
+        on_event(
+            BuildEvent(
+                kind,  # type: ignore[arg-type]
+                event.target,
+                event.entry,
+                event.bucket,
+                stage="verify",
+                index=index,
+                count=len(buckets),
+                seconds=event.seconds,
+                message=event.message,
+            )
+        )
+
+    return forward

@@ -1,0 +1,394 @@
+"""Compile one bucket: capture → lower → harvest, up to kernels still in C++.
+
+`compile_bucket` is the whole line, in order; everything it returns is bytes or JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import marshal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from compilekit import paths
+from compilekit._torch import capture as dynamo
+from compilekit._torch.fake import FakeTensor, fake_mode_of
+from compilekit._torch.lower import CppSource, Lowered, lower, mode_options, program_options
+from compilekit._torch.ops import operator_origin
+from compilekit.artifact.canonical import sha256
+from compilekit.artifact.program import (
+    Entry,
+    GraphInput,
+    InputRule,
+    Parameter,
+    Program,
+)
+from compilekit.compiler import convention
+from compilekit.compiler.harvest import HostCode, host_code
+from compilekit.compiler.models import example_kwargs
+from compilekit.config import Config, EntryConfig
+from compilekit.errors import (
+    CaptureError,
+    GraphBreakError,
+    HarvestError,
+    UnsupportedByProgramError,
+)
+from compilekit.plan import Bucket
+from compilekit.runtime.code import code_digest, find_codes
+from compilekit.runtime.model import ambient
+from compilekit.targets import Target
+
+OnStage = Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledBucket:
+    """One bucket, all but its kernels compiled.
+
+    Attributes:
+        program: Its description; `kernels` is still empty.
+        entry: What this bucket says about the entry.
+        code: ``call.py``.
+        bytecode: ``call.pyc``, so that loading parses nothing.
+        kernels: Name in `code` → C++ source.
+        constants: File name in ``constants/`` → bytes.
+    """
+
+    program: Program
+    entry: Entry
+    code: str
+    bytecode: bytes
+    kernels: Mapping[str, CppSource]
+    constants: Mapping[str, bytes]
+
+
+def compile_bucket(
+    model: torch.nn.Module,
+    config: Config,
+    entry: EntryConfig,
+    bucket: Bucket,
+    target: Target,
+    on_stage: OnStage,
+) -> CompiledBucket:
+    """Compile a bucket of an entry on fake tensors.
+
+    Args:
+        model: The fake model, from `compilekit.compiler.models.build_fake`.
+        on_stage: Called with a stage's name and seconds when it ends.
+    Raises:
+        GraphBreakError: Dynamo can't hold the call in one graph.
+        UnsupportedByProgramError: the program route can't carry something.
+        HarvestError: the compiled code can't travel.
+    """
+    dynamo.reset()
+    began = time.perf_counter()
+    kwargs = example_kwargs(config, entry, bucket, fake=fake_mode_of(model))
+    function = convention.entry_function(entry.method)
+    captured = _capture(function, model, kwargs)
+    places = convention.inputs(captured)
+    stand_ins = dynamo.run_graph(captured)
+    before = convention.snapshot(captured, model, kwargs)
+    value = dynamo.replay(captured, function, (model, kwargs), stand_ins)
+    convention.refuse_side_effects(captured, model, kwargs, before)
+    on_stage("capture", time.perf_counter() - began)
+
+    began = time.perf_counter()
+    dynamo.normalise_annotations(captured)
+    options = {
+        **mode_options(config.compile.mode),
+        **config.compile.options,
+        **program_options(config.compile.threads),
+    }
+    lowered = lower(captured, options, target.simd_width)
+    _refuse_wrappers(lowered, len(places))
+    on_stage("lower", time.perf_counter() - began)
+
+    began = time.perf_counter()
+    host = host_code(lowered.output_code, lowered.constants)
+    live = {
+        id(example): place
+        for example, place in zip(captured.example_inputs, places, strict=True)
+    }
+    code = _header(config, entry, bucket, target) + host.code
+    constants = {
+        name: _constant(name, lowered.constants[name]) for name in host.constants
+    }
+    compiled = CompiledBucket(
+        program=Program(
+            target=target.name,
+            entry=entry.name,
+            bucket=bucket.name,
+            axes=dict(bucket.axes),
+            inputs=_inputs(captured, places, lowered),
+            outputs=convention.outputs(captured, stand_ins, 0),
+            result=convention.result(value, stand_ins, model, kwargs, live),
+            kernels={},
+            constants={
+                name: (digest, "value") for name, (digest, _) in constants.items()
+            },
+            externs=host.externs,
+        ),
+        entry=_entry(model, config, entry, target, kwargs, captured, places, lowered, host),
+        code=code,
+        bytecode=_bytecode(code),
+        kernels={name: lowered.kernels[body] for name, body in host.kernels.items()},
+        constants={f"{digest}.safetensors": data for digest, data in constants.values()},
+    )
+    on_stage("harvest", time.perf_counter() - began)
+    return compiled
+
+
+def _capture(
+    function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any]
+) -> dynamo.Capture:
+    try:
+        captured = dynamo.capture_call(function, (model, dict(kwargs)))
+    except dynamo.CaptureUnsupported as exc:
+        reason = str(exc).strip()
+        raise GraphBreakError(
+            f"Dynamo can't hold the call in one graph: {reason}",
+            hint="`compilekit explain CONFIG` lists every break with its fix.",
+            reason=reason,
+        ) from exc
+    if captured is None:
+        raise CaptureError(
+            "the call compiled to nothing: no tensor operation was captured",
+            hint="Is the method right? A forward that torch.compiler.disable covers,"
+            " or that only returns its inputs, has nothing to compile.",
+        )
+    return captured
+
+
+def _refuse_wrappers(lowered: Lowered, input_count: int) -> None:
+    refusals = list(lowered.refusals)
+    if lowered.input_count != input_count:
+        refusals.append(
+            "inputs that are views of one storage, one of them written"
+            f" ({input_count} inputs became {lowered.input_count})"
+        )
+    if refusals:
+        raise UnsupportedByProgramError(
+            f"the program route can't carry {'; '.join(refusals)}",
+            hint="Build this model with the cache route instead.",
+            thing="; ".join(refusals),
+        )
+
+
+def _header(config: Config, entry: EntryConfig, bucket: Bucket, target: Target) -> str:
+    return (
+        f'"""Inductor\'s output code: {entry.name} {bucket.name} for {target.name}.\n\n'
+        "``call(args)`` takes the graph inputs of program.json in order (and empties\n"
+        "the list), launches the kernels, and returns the graph outputs.\n"
+        '"""\n\n'
+    )
+
+
+def _bytecode(code: str) -> bytes:
+    """A ``.pyc`` in Python's own format, checked by the hash of its source.
+
+    Source: PEP 552; marshal's version 2 writes no references, whose flags would depend
+    on how often an object happens to be shared in this process.
+    """
+    compiled = compile(code, "call.py", "exec", dont_inherit=True, optimize=2)
+    flags = (0b11).to_bytes(4, "little")
+    source_hash = importlib.util.source_hash(code.encode())
+    return (
+        importlib.util.MAGIC_NUMBER + flags + source_hash + marshal.dumps(compiled, 2)
+    )
+
+
+def _constant(name: str, tensor: torch.Tensor) -> tuple[str, bytes]:
+    """Digest and bytes of a constant's safetensors file."""
+    from safetensors.torch import save
+
+    if isinstance(tensor, FakeTensor) or tensor.is_mkldnn:
+        raise UnsupportedByProgramError(
+            f"the compiled code holds constant {name}, which has no plain values here"
+            f" ({type(tensor).__name__}, {tensor.layout})",
+            hint="Register it on the model with register_buffer.",
+            thing=name,
+        )
+    data = save({"value": tensor.detach().contiguous()})
+    return sha256(data), data
+
+
+def _inputs(
+    captured: dynamo.Capture, places: tuple[convention.Place, ...], lowered: Lowered
+) -> tuple[GraphInput, ...]:
+    return tuple(
+        GraphInput(
+            kind=place.kind,
+            path=place.path,
+            spec=convention.spec(example) if place.kind == "argument" else None,
+            mutated=index in lowered.mutated,
+            aligned=index in lowered.aligned,
+        )
+        for index, (place, example) in enumerate(
+            zip(places, captured.example_inputs, strict=True)
+        )
+    )
+
+
+def _entry(
+    model: torch.nn.Module,
+    config: Config,
+    entry: EntryConfig,
+    target: Target,
+    kwargs: Mapping[str, Any],
+    captured: dynamo.Capture,
+    places: tuple[convention.Place, ...],
+    lowered: Lowered,
+    host: HostCode,
+) -> Entry:
+    used_axes = {
+        size for rule in entry.inputs.values() for size in rule.shape if size in config.axes
+    }
+    tensors = {
+        place.path: convention.spec(example)
+        for place, example in zip(places, captured.example_inputs, strict=True)
+        if place.kind == "tensor"
+    }
+    return Entry(
+        name=entry.name,
+        target=target.name,
+        method=entry.method,
+        axes=tuple(axis for axis in config.axes if axis in used_axes),
+        signature=_signature(model, entry),
+        inputs=_rules(entry, kwargs),
+        fixed=_fixed(entry, kwargs),
+        cuts={
+            path: {str(dim): axis for dim, axis in rule.cut.items()}
+            for path, rule in entry.outputs.items()
+        },
+        tensors=dict(sorted(tensors.items())),
+        aliases=convention.alias_groups(model),
+        reads=convention.reads(captured, model, kwargs),
+        code=_traced_code(captured),
+        ambient=ambient(),
+        training=model.training,
+        mutates_model=any(
+            places[index].kind == "tensor" for index in lowered.mutated
+        ),
+        custom_ops={name: operator_origin(name) for name in host.operators},
+    )
+
+
+def _rules(entry: EntryConfig, kwargs: Mapping[str, Any]) -> dict[str, InputRule]:
+    """The configured rules, and exact ones for tensors that only `example` makes."""
+    rules = {
+        paths.render(paths.parse(path)): InputRule(
+            rule.dtype, rule.shape, rule.pad, rule.default, rule.low, rule.high
+        )
+        for path, rule in entry.inputs.items()
+    }
+    for path, tensor in convention.argument_tensors(kwargs):
+        if path not in rules:
+            spec = convention.spec(tensor)
+            rules[path] = InputRule(spec.dtype, spec.shape)
+    return dict(sorted(rules.items()))
+
+
+def _fixed(entry: EntryConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    fixed = {}
+    for path, value in convention.argument_leaves(kwargs):
+        if isinstance(value, torch.Tensor):
+            continue
+        if not (value is None or type(value) in (bool, int, float, str)):
+            raise UnsupportedByProgramError(
+                f"argument {path} is a {convention.class_name(type(value))}, which a"
+                " program can't take",
+                hint="Pass tensors, scalars, and dicts, lists, tuples or dataclasses"
+                " of them.",
+                thing=path,
+            )
+        fixed[path] = value
+    return fixed
+
+
+_KINDS = {
+    inspect.Parameter.POSITIONAL_ONLY: "positional",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
+    inspect.Parameter.KEYWORD_ONLY: "keyword",
+    inspect.Parameter.VAR_POSITIONAL: "args",
+    inspect.Parameter.VAR_KEYWORD: "kwargs",
+}
+
+
+def _signature(model: torch.nn.Module, entry: EntryConfig) -> tuple[Parameter, ...]:
+    signature = inspect.signature(getattr(model, entry.method))
+    parameters = []
+    for parameter in signature.parameters.values():
+        default = parameter.default
+        scalar = default is None or type(default) in (bool, int, float, str)
+        parameters.append(
+            Parameter(
+                name=parameter.name,
+                kind=_KINDS[parameter.kind],
+                required=default is inspect.Parameter.empty
+                and parameter.kind
+                not in (
+                    inspect.Parameter.VAR_POSITIONAL,
+                    inspect.Parameter.VAR_KEYWORD,
+                ),
+                default=default if scalar else None,
+            )
+        )
+    return tuple(parameters)
+
+
+# Their versions are factors already, and their functions aren't the model's.
+_NOT_TRACED = frozenset({"torch", "compilekit", *sys.stdlib_module_names})
+
+
+def _traced_code(captured: dynamo.Capture) -> dict[str, str]:
+    """Digest of every traced function outside torch that can be found by name."""
+    digests = {}
+    for name, code in dynamo.traced_functions(captured):
+        package = name.partition(":")[0].split(".")[0]
+        if "<locals>" in name or package in _NOT_TRACED:
+            continue
+        digest = code_digest(code)
+        if digest in {code_digest(found) for found in find_codes(name)}:
+            digests[name] = digest
+    return dict(sorted(digests.items()))
+
+
+def merge_entries(parts: list[Entry]) -> Entry:
+    """What all buckets of an entry say, together.
+
+    Raises:
+        HarvestError: two buckets contradict each other.
+    """
+    first = parts[0]
+    tensors = dict(first.tensors)
+    reads = {(read.path, read.kind): read for read in first.reads}
+    code, custom_ops = dict(first.code), dict(first.custom_ops)
+    for part in parts[1:]:
+        _merge(tensors, part.tensors, "tensor")
+        _merge(reads, {(r.path, r.kind): r for r in part.reads}, "value")
+        _merge(code, part.code, "function")
+        _merge(custom_ops, part.custom_ops, "operator")
+    return dataclasses.replace(
+        first,
+        tensors=dict(sorted(tensors.items())),
+        reads=tuple(reads[key] for key in sorted(reads)),
+        code=dict(sorted(code.items())),
+        custom_ops=dict(sorted(custom_ops.items())),
+        mutates_model=any(part.mutates_model for part in parts),
+    )
+
+
+def _merge(into: dict[Any, Any], more: Mapping[Any, Any], what: str) -> None:
+    for key, value in more.items():
+        if into.setdefault(key, value) != value:
+            raise HarvestError(
+                f"two buckets of one entry disagree about {what} {key}:"
+                f" {into[key]} and {value}",
+                hint="The model changes between calls; make it the same for each.",
+            )

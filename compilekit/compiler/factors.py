@@ -1,0 +1,72 @@
+"""What an artifact's code depends on, recorded in its manifest."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from compilekit.artifact import Model
+from compilekit.compiler.kernels import symbol_versions
+from compilekit.config import Config
+
+
+def common_factors(config: Config) -> dict[str, Any]:
+    """Factors that all targets share: versions, machine, compile options."""
+    import torch
+
+    factors: dict[str, Any] = {
+        "torch.version": torch.__version__.partition("+")[0],
+        "python.version": f"{sys.version_info[0]}.{sys.version_info[1]}",
+        "machine": platform.machine(),
+        "compile.mode": config.compile.mode,
+        "compile.threads": config.compile.threads,
+        "compile.options": dict(config.compile.options),
+    }
+    if config.model.source.startswith("hf:"):
+        factors["transformers.version"] = _installed("transformers")
+    return factors
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def kernel_factors(kernels: Path) -> dict[str, Any]:
+    """Highest C and C++ runtime symbols that a target's kernels need."""
+    highest: dict[str, tuple[int, ...]] = {}
+    for library in kernels.glob("*.so"):
+        for name, number in symbol_versions(library.read_bytes()).items():
+            highest[name] = max(highest.get(name, ()), number)
+    return {
+        f"{name.lower()}.symbols": ".".join(map(str, number))
+        for name, number in sorted(highest.items())
+    }
+
+
+def model(config: Config, described: Mapping[str, Any]) -> Model:
+    """The manifest's description of the model.
+
+    Args:
+        described: ``class``, ``dtype`` and ``config`` as the worker saw them.
+    """
+    return Model(
+        source=_portable_source(config.model.source),
+        class_name=described["class"],
+        dtype=described["dtype"],
+        config=described["config"],
+    )
+
+
+def _portable_source(source: str) -> str:
+    """A local directory by its name only, so that the build host stays out."""
+    kind, _, place = source.partition(":")
+    if kind == "hf" and not place.startswith("package:") and Path(place).is_absolute():
+        return f"hf:{Path(place).name}"
+    return source

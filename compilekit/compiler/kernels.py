@@ -1,0 +1,159 @@
+"""Compile CPU kernels: one shared object per C++ source, the same bytes every time.
+
+Lifecycle:
+    1. `find_toolchain` looks for the compiler and asks its version.
+    2. `prepare` compiles torch's kernel header once per build.
+    3. `compile_kernel` turns one source into a stripped shared object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from compilekit._torch.cpp import PREFIX_HEADER, CppFlags, kernel_flags
+from compilekit.errors import KernelBuildError, ResourceError
+from compilekit.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Toolchain:
+    """A C++ compiler and the flags for one target.
+
+    Attributes:
+        compiler: Absolute path.
+        version: First line of ``--version``.
+        flags: torch's flags for the target.
+        folder: Scratch folder of this build.
+    """
+
+    compiler: str
+    version: str
+    flags: CppFlags
+    folder: Path
+
+
+def find_toolchain(target: Target, folder: Path) -> Toolchain:
+    """Look for a C++ compiler, an assembler and Python's headers.
+
+    Raises:
+        ResourceError: one is missing; the message names the package.
+    """
+    missing = []
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        missing.append("a C++ compiler (package g++)")
+    if shutil.which("as") is None or shutil.which("ld") is None:
+        missing.append("an assembler and linker (package binutils)")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        missing.append(f"Python's headers ({header}; package python3-dev)")
+    if missing or compiler is None:
+        raise ResourceError(
+            f"a CPU build needs {' and '.join(missing)}, not found on this machine",
+            hint="Install what is missing; only the build needs it, not the load.",
+            missing=missing,
+        )
+    # The banner may be in any encoding; only its ASCII part matters.
+    banner = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=False, timeout=60
+    ).stdout.decode("utf-8", errors="replace")
+    version = banner.splitlines()[0] if banner else "unknown"
+    folder.mkdir(parents=True, exist_ok=True)
+    return Toolchain(
+        compiler, version, kernel_flags(target.simd_width, target.march), folder
+    )
+
+
+def prepare(toolchain: Toolchain) -> None:
+    """Precompile the header that every kernel includes (about 10 s, once)."""
+    header = toolchain.folder / "prefix.h"
+    header.write_text(f"#include <{PREFIX_HEADER}>\n")
+    _run(
+        toolchain,
+        ["-x", "c++-header", header.name, "-o", "prefix.h.gch"],
+        toolchain.folder,
+        "torch's kernel header",
+    )
+
+
+def compile_kernel(toolchain: Toolchain, code: str, label: str) -> bytes:
+    """Compile one kernel to a stripped shared object.
+
+    The file name, every path and the build id are kept out of the result, so that the
+    same source gives the same bytes wherever it is built.
+
+    Args:
+        label: Name of the kernel for messages.
+    Raises:
+        KernelBuildError: the compiler refused it.
+    """
+    folder = toolchain.folder / label
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernel.cpp").write_text(code, encoding="utf-8")
+    _run(
+        toolchain,
+        [
+            *("-include", "../prefix.h", "kernel.cpp", "-shared", "-o", "kernel.so"),
+            *toolchain.flags.link,
+            "-Wl,--as-needed,--build-id=none,--no-undefined-version",
+            "-s",
+        ],
+        folder,
+        label,
+    )
+    library = (folder / "kernel.so").read_bytes()
+    shutil.rmtree(folder)
+    return library
+
+
+def _run(toolchain: Toolchain, arguments: list[str], cwd: Path, what: str) -> None:
+    # Macros such as TORCH_CHECK write the header's path into the kernel.
+    maps = [f"-ffile-prefix-map={d}=include" for d in toolchain.flags.include_dirs]
+    command = [
+        toolchain.compiler,
+        *toolchain.flags.compile,
+        *maps,
+        "-w",
+        *arguments,
+    ]
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, check=False, env=None
+    )
+    if done.returncode != 0:
+        output = (done.stderr + done.stdout).decode("utf-8", errors="replace")
+        raise KernelBuildError(
+            f"{toolchain.compiler} refused {what} (exit {done.returncode}):"
+            f" {_first_error(output)}",
+            hint="The whole output is in the bucket's log.",
+            kernel=what,
+            output=output,
+        )
+
+
+def _first_error(output: str) -> str:
+    for line in output.splitlines():
+        if "error" in line.lower():
+            return line.strip()
+    return output.strip()[:300] or "no message"
+
+
+_SYMBOL_VERSION = re.compile(rb"(GLIBC|GLIBCXX|CXXABI)_(\d+(?:\.\d+)+)\0")
+
+
+def symbol_versions(library: bytes) -> dict[str, tuple[int, ...]]:
+    """Highest version of each C and C++ runtime symbol set that a library needs.
+
+    Returns:
+        ``{"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29)}``.
+    """
+    highest: dict[str, tuple[int, ...]] = {}
+    for name, text in _SYMBOL_VERSION.findall(library):
+        version = tuple(int(part) for part in text.split(b"."))
+        key = name.decode()
+        highest[key] = max(highest.get(key, ()), version)
+    return highest

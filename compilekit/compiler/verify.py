@@ -1,0 +1,169 @@
+"""`verify`: replay every bucket in a fresh process and compare it with eager.
+
+Each bucket gets a process of its own, so that none profits from what another loaded.
+In it, PATH is empty, an audit hook sees every started process, and torch's counters
+every compiled frame; the result is compared with eager at 1, N and 4N threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from compilekit.artifact import (
+    Artifact,
+    TargetVerified,
+    open_artifact,
+    write_verification,
+)
+from compilekit.config import Config
+from compilekit.errors import ConfigError, NeedsDeviceError
+from compilekit.events import OnVerifyEvent, VerifyEvent, ignore
+from compilekit.plan import Bucket
+from compilekit.results import BucketVerified, VerifyResult
+from compilekit.runtime.check import check, choose_target, describe_machine, refuse
+
+CONFIG_REPORT = "reports/compilekit.toml"
+
+
+def verify(
+    path: Path,
+    *,
+    config: Config | None = None,
+    weights: str | None = None,
+    threads: tuple[int, ...] = (),
+    jobs: int = 0,
+    on_event: OnVerifyEvent = ignore,
+) -> VerifyResult:
+    """Replay every bucket that this machine can run, and write the record.
+
+    Args:
+        path: The artifact.
+        config: The configuration it was built from; by default the copy in its
+            reports, with relative paths taken from the current directory.
+        weights: As in ``[verify] weights``; None = what the configuration says.
+        threads: Thread counts; 1, N and 4N by default, N being this machine's CPUs.
+        jobs: Replays at once; 0 = half the CPUs.
+    Raises:
+        MismatchError: the artifact doesn't fit this machine.
+        ConfigError: the model can't be built here.
+    """
+    began = time.perf_counter()
+    artifact = open_artifact(path)
+    refuse(f"artifact {artifact.root} can't be verified here", check(artifact))
+    target = choose_target(artifact)
+    cpus = os.cpu_count() or 1
+    counts = threads or tuple(sorted({1, cpus, 4 * cpus}))
+    with tempfile.TemporaryDirectory(prefix="compilekit-verify-") as folder:
+        spec: dict[str, Any] = {
+            "artifact": str(artifact.root),
+            "threads": counts,
+            **_configuration(artifact, config, weights, Path(folder)),
+        }
+        buckets = [
+            (name, bucket)
+            for name, entry in artifact.manifest.entries.items()
+            for bucket in entry.buckets
+        ]
+
+        def replay(item: tuple[int, tuple[str, Bucket]]) -> list[BucketVerified]:
+            index, (entry, bucket) = item
+            return _replay(spec, target, entry, bucket, index, len(buckets), on_event)
+
+        with ThreadPoolExecutor(max_workers=jobs or max(1, cpus // 2)) as pool:
+            rows = [r for rows in pool.map(replay, enumerate(buckets, 1)) for r in rows]
+    result = tuple(rows)
+    if not result:
+        raise NeedsDeviceError(f"artifact {artifact.root} has nothing to verify here")
+    record = write_verification(
+        artifact, {target: TargetVerified(describe_machine(), result)}
+    )
+    return VerifyResult(result, record, artifact.digest, time.perf_counter() - began)
+
+
+def _configuration(
+    artifact: Artifact, config: Config | None, weights: str | None, folder: Path
+) -> dict[str, Any]:
+    """Where the replay finds its configuration, and what paths in it start from."""
+    if config is not None:
+        place, base = config.path, config.path.parent
+    elif CONFIG_REPORT in artifact.reports:
+        place, base = folder / "compilekit.toml", Path.cwd()
+        place.write_bytes(artifact.read(CONFIG_REPORT))
+    else:
+        raise ConfigError(
+            f"artifact {artifact.root} carries no copy of its configuration",
+            hint="Pass it: compilekit verify ARTIFACT --config CONFIG.",
+        )
+    if weights is None:
+        from compilekit import config as configuration
+
+        weights = configuration.load(place).verify.weights
+    return {"config": str(place), "base": str(base), "weights": weights}
+
+
+def _replay(
+    spec: dict[str, Any],
+    target: str,
+    entry: str,
+    bucket: Bucket,
+    index: int,
+    count: int,
+    on_event: OnVerifyEvent,
+) -> list[BucketVerified]:
+    began = time.perf_counter()
+    about: dict[str, Any] = {
+        "target": target,
+        "entry": entry,
+        "bucket": bucket.name,
+        "index": index,
+        "count": count,
+    }
+    on_event(VerifyEvent("started", **about))
+    job = {**spec, "entry": entry, "bucket": bucket.name, "axes": dict(bucket.axes)}
+    done = subprocess.run(
+        [sys.executable, "-m", "compilekit.compiler.replay"],
+        input=json.dumps(job).encode(),
+        capture_output=True,
+        check=False,
+    )
+    seconds = time.perf_counter() - began
+    rows = [
+        BucketVerified(
+            entry=entry,
+            bucket=bucket.name,
+            target=target,
+            **{**row, "max_abs_error": float(row["max_abs_error"])},
+        )
+        for row in map(json.loads, done.stdout.splitlines())
+    ]
+    if done.returncode != 0 or not rows:
+        message = _last_words(done.stderr, done.returncode)
+        rows.append(
+            BucketVerified(
+                entry, bucket.name, 0, float("inf"), 0, 0, 0, 0, False, message, target
+            )
+        )
+        on_event(VerifyEvent("failed", seconds=seconds, message=message, **about))
+        return rows
+    for row in rows:
+        on_event(
+            VerifyEvent(
+                "finished", threads=row.threads, seconds=seconds, result=row, **about
+            )
+        )
+    return rows
+
+
+def _last_words(stderr: bytes, code: int) -> str:
+    """Why a replay died, from the end of what it printed."""
+    lines = stderr.decode("utf-8", errors="replace").strip().splitlines()
+    tail = [line for line in lines if line and not line.startswith(" ")]
+    return f"the replay ended with code {code}: {tail[-1] if tail else 'no message'}"

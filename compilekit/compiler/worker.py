@@ -1,0 +1,269 @@
+"""The process that compiles a target's buckets, one after the other.
+
+It reads one JSON document from standard input, writes events as JSON lines to what was
+standard output, and leaves its results in a scratch folder:
+
+    kernels/<digest>.so  sources/<digest>.cpp  constants/<digest>.safetensors
+    buckets/<entry>/<bucket>/{program.json, entry.json, call.py, call.pyc}
+    logs/<entry>-<bucket>.log     everything that was printed meanwhile
+
+Kernels compile in threads (the C++ compiler is a process of its own) while the next
+bucket is captured. A bucket that fails is reported and the next one starts clean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from compilekit import config as configuration
+from compilekit import plan
+from compilekit.artifact import canonical
+from compilekit.artifact.program import KernelRef, to_json
+from compilekit.errors import CompilekitError
+from compilekit.events import BuildEvent, to_line
+from compilekit.targets import Target, load_target
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A bucket whose kernels are being compiled.
+
+    Attributes:
+        compiled: The `CompiledBucket`.
+        kernels: Name in the host code → (source digest, shared object to come).
+    """
+
+    job: plan.Job
+    index: int
+    began: float
+    compiled: Any
+    kernels: dict[str, tuple[str, Future[bytes]]]
+
+
+def main() -> int:
+    """Compile the jobs named on standard input; 0 even if some of them failed."""
+    spec = json.load(sys.stdin)
+    events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    scratch = Path(spec["scratch"])
+    config = configuration.load(Path(spec["config"]))
+    target = load_target(spec["target"])
+    jobs = [
+        (index, plan.Job(target.name, entry, plan.Bucket(bucket, axes)))
+        for index, entry, bucket, axes in spec["jobs"]
+    ]
+    _log_to(scratch / "logs" / "worker.log")
+    _compile_all(config, target, jobs, spec["count"], spec["threads"], scratch, events)
+    return 0
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's output (and its children's) to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _compile_all(
+    config: configuration.Config,
+    target: Target,
+    jobs: list[tuple[int, plan.Job]],
+    count: int,
+    threads: int,
+    scratch: Path,
+    events: TextIO,
+) -> None:
+    from compilekit.compiler import kernels as cpp
+    from compilekit.compiler.compile import CompiledBucket, compile_bucket
+    from compilekit.compiler.models import build_fake
+
+    toolchain = cpp.find_toolchain(target, scratch / "cpp")
+    pool = ThreadPoolExecutor(max_workers=threads)
+    header = pool.submit(cpp.prepare, toolchain)
+    known: dict[str, Future[bytes]] = {}
+    pending: list[Pending] = []
+    model = None
+
+    def emit(event: BuildEvent) -> None:
+        print(to_line(event), file=events, flush=True)
+
+    def compile_source(code: str, label: str) -> bytes:
+        header.result()
+        return cpp.compile_kernel(toolchain, code, label)
+
+    for index, job in jobs:
+        began = time.perf_counter()
+        about = BuildEvent(
+            "started", job.target, job.entry, job.bucket.name, index=index, count=count
+        )
+        _log_to(scratch / "logs" / f"{job.entry}-{job.bucket.name}.log")
+        emit(about)
+        try:
+            if model is None:
+                emit(replace(about, stage="model"))
+                model = build_fake(config)
+                _describe_model(model, scratch / "model.json")
+                seconds = time.perf_counter() - began
+                emit(replace(about, kind="stage", stage="model", seconds=seconds))
+
+            def on_stage(
+                stage: str, seconds: float, about: BuildEvent = about
+            ) -> None:
+                emit(replace(about, kind="stage", stage=stage, seconds=seconds))
+
+            compiled: CompiledBucket = compile_bucket(
+                model, config, config.entries[job.entry], job.bucket, target, on_stage
+            )
+        except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
+            emit(_failed(about, exc, began))
+            model = None
+            continue
+        futures = {}
+        for name, source in compiled.kernels.items():
+            digest = canonical.sha256(source.code.encode())
+            if digest not in known:
+                known[digest] = pool.submit(compile_source, source.code, digest[:16])
+            futures[name] = (digest, known[digest])
+        pending.append(Pending(job, index, began, compiled, futures))
+        pending = [
+            item for item in pending if not _finished(item, scratch, count, emit, False)
+        ]
+    for item in pending:
+        _finished(item, scratch, count, emit, True)
+    pool.shutdown()
+
+
+def _describe_model(model: Any, path: Path) -> None:
+    """Class, parameter dtype and configuration values, for the manifest."""
+    from compilekit.compiler.convention import class_name
+
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    config = getattr(model, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    for name in ("_name_or_path", "transformers_version"):
+        values.pop(name, None)
+    text = json.dumps(
+        {
+            "class": class_name(type(model)),
+            "dtype": str(dtypes[0]).removeprefix("torch.") if dtypes else "",
+            "config": values,
+        },
+        default=str,
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
+    """Report a failed bucket; the traceback stays in its log."""
+    traceback.print_exception(exc)
+    sys.stderr.flush()
+    message = str(exc) if isinstance(exc, CompilekitError) else repr(exc)
+    return replace(
+        about,
+        kind="failed",
+        seconds=time.perf_counter() - began,
+        message=message,
+        log=f"{about.entry}-{about.bucket}.log",
+        error_type=type(exc).__name__,
+        exit_code=exc.exit_code if isinstance(exc, CompilekitError) else 3,
+    )
+
+
+def _finished(
+    item: Pending, scratch: Path, count: int, emit: Any, wait: bool
+) -> bool:
+    """Write a bucket whose kernels are all there; False if some aren't yet."""
+    job = item.job
+    about = BuildEvent(
+        "progress",
+        job.target,
+        job.entry,
+        job.bucket.name,
+        stage="compile",
+        index=item.index,
+        count=count,
+        total_kernels=len(item.kernels),
+    )
+    futures = [future for _, future in item.kernels.values()]
+    done = sum(future.done() for future in futures)
+    if done < len(futures) and not wait:
+        emit(replace(about, kernels=done))
+        return False
+    try:
+        references = {}
+        began = time.perf_counter()
+        for number, (name, (source, future)) in enumerate(item.kernels.items(), 1):
+            references[name] = _kernel(item, scratch, name, source, future.result())
+            emit(replace(about, kernels=number))
+        emit(
+            replace(
+                about,
+                kind="stage",
+                kernels=len(futures),
+                seconds=time.perf_counter() - began,
+            )
+        )
+        size = _write(item, scratch, references)
+    except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
+        emit(_failed(replace(about, stage=""), exc, item.began))
+        return True
+    emit(
+        replace(
+            about,
+            kind="finished",
+            stage="",
+            kernels=len(futures),
+            seconds=time.perf_counter() - item.began,
+            size_bytes=size,
+        )
+    )
+    return True
+
+
+def _kernel(
+    item: Pending, scratch: Path, name: str, source: str, library: bytes
+) -> KernelRef:
+    """Put a kernel and its source into the scratch folder."""
+    digest = canonical.sha256(library)
+    cpp = item.compiled.kernels[name]
+    _write_once(scratch / "kernels" / f"{digest}.so", library)
+    _write_once(scratch / "sources" / f"{source}.cpp", cpp.code.encode())
+    return KernelRef(digest, source, {"argtypes": list(cpp.argtypes)})
+
+
+def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
+    """Put a bucket's files into the scratch folder; their size with its kernels."""
+    compiled = item.compiled
+    for name, data in compiled.constants.items():
+        _write_once(scratch / "constants" / name, data)
+    program = replace(compiled.program, kernels=kernels)
+    files = {
+        "program.json": canonical.encode(to_json(program)),
+        "call.py": compiled.code.encode(),
+        "call.pyc": compiled.bytecode,
+        # Last: its presence says that the bucket is complete.
+        "entry.json": canonical.encode(to_json(compiled.entry)),
+    }
+    folder = scratch / "buckets" / item.job.entry / item.job.bucket.name
+    for name, data in files.items():
+        _write_once(folder / name, data)
+    used = {scratch / "kernels" / f"{kernel.digest}.so" for kernel in kernels.values()}
+    return sum(map(len, files.values())) + sum(p.stat().st_size for p in used)
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
