@@ -1,0 +1,298 @@
+"""`attach`: bind an artifact's programs to a live model.
+
+Lifecycle of one start::
+
+    open      every byte verified against the manifest
+    check     machine and versions, all mismatches at once
+    compare   the live model with each entry, all mismatches at once
+    load      host code and kernels of every bucket
+    bind      the model's methods are replaced; nothing was changed before this line
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from compilekit.artifact import Artifact, open_artifact, why_unverified
+from compilekit.artifact.program import Entry, Program
+from compilekit.errors import (
+    ArtifactError,
+    AttachError,
+    CompilekitError,
+    ConfigError,
+    Mismatch,
+    MismatchError,
+    PolicyError,
+)
+from compilekit.runtime.check import check, choose_target, refuse
+from compilekit.runtime.dispatch import Dispatcher
+from compilekit.runtime.model import model_mismatches
+from compilekit.runtime.program import load_program
+from compilekit.runtime.receipt import Receipt, Route
+
+REQUIREMENTS = ("program", "cache", "verified")
+POLICIES = ("error", "eager", "jit")
+_MARK = "_compilekit_receipt"
+
+
+def attach(
+    model: torch.nn.Module,
+    artifact: Artifact | str | os.PathLike[str] | None = None,
+    *,
+    entry: str | None = None,
+    require: str | Iterable[str] | None = None,
+    on_uncovered: str | None = None,
+    device: str | torch.device | None = None,
+) -> Receipt:
+    """Make a model run compiled programs, with nothing left to compile.
+
+    Args:
+        model: The live model, weights loaded, in the mode it was built for.
+        artifact: Its directory (or an open one); ``COMPILEKIT_ARTIFACT`` by default.
+        entry: Only this entry; all of them by default.
+        require: ``"program"`` (every call must take a program), ``"verified"`` (a
+            verification record must be there), or several; ``COMPILEKIT_REQUIRE``
+            (comma-separated) by default.
+        on_uncovered: What happens to a call that no program covers: ``"error"``,
+            ``"eager"`` (the model's own method) or ``"jit"`` (``torch.compile``);
+            ``COMPILEKIT_ON_UNCOVERED``, then the artifact's own setting by default.
+        device: Must be the CPU for CPU targets.
+    Returns:
+        The receipt; ``receipt.detach()`` undoes it.
+    Raises:
+        ArtifactError: the artifact is damaged or incomplete.
+        MismatchError: machine or model don't fit; all mismatches at once.
+        PolicyError: a requirement isn't met.
+        AttachError: the model is attached already, or a kernel can't be loaded.
+
+    Example:
+        >>> model = BertModel.from_pretrained(folder).eval()
+        >>> receipt = compilekit.attach(model, "minilm.artifact")
+        >>> with torch.inference_mode():
+        ...     model(input_ids=ids, attention_mask=mask)
+    """
+    clock = _Clock()
+    required = requirements(require)
+    opened = open_required(artifact)
+    clock.lap("open")
+    warnings = refuse(f"artifact {opened.root} doesn't fit this machine", check(opened))
+    target = choose_target(opened)
+    policy = _policy(on_uncovered, opened)
+    _check_requirements(required, opened, target)
+    _check_device(device, model)
+    entries = _entries(opened, target, entry, model)
+    clock.lap("check")
+    class_name = opened.manifest.model.class_name
+    mismatches: dict[Mismatch, None] = {}
+    for item in entries:
+        mismatches.update(dict.fromkeys(model_mismatches(model, item, class_name)))
+    if mismatches:
+        raise MismatchError(
+            f"the model doesn't fit artifact {opened.root}", tuple(mismatches)
+        )
+    clock.lap("compare")
+    loaded = {
+        item.name: {
+            program.bucket: (program, load_program(opened, program))
+            for program in _programs(opened, item)
+        }
+        for item in entries
+    }
+    clock.lap("load")
+    undo = _Undo(model)
+    receipt = Receipt(
+        artifact=opened.digest,
+        path=opened.root,
+        target=target,
+        routes=tuple(
+            Route(item.name, bucket, "program", len(program.kernels))
+            for item in entries
+            for bucket, (program, _) in loaded[item.name].items()
+        ),
+        milliseconds=clock.laps,
+        warnings=warnings,
+        serialised=tuple(item.name for item in entries if item.mutates_model),
+        require=required,
+        undo=undo,
+    )
+    for item in entries:
+        original = getattr(model, item.method)
+        dispatcher = Dispatcher(
+            model,
+            item,
+            class_name,
+            loaded[item.name],
+            _refusal(receipt, item.name, original, policy),
+        )
+        undo.replace(item.method, dispatcher)
+    model.__dict__[_MARK] = receipt
+    clock.lap("bind")
+    receipt.write()
+    return receipt
+
+
+class _Clock:
+    """Milliseconds per phase."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.laps[phase] = (now - self._last) * 1e3
+        self._last = now
+
+
+class _Undo:
+    """Puts the model's own methods back."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._replaced: dict[str, Any] = {}
+
+    def replace(self, method: str, value: Any) -> None:
+        self._replaced[method] = self._model.__dict__.get(method)
+        # Straight into the instance: nn.Module.__setattr__ would look for parameters.
+        self._model.__dict__[method] = value
+
+    def __call__(self) -> None:
+        for method, before in self._replaced.items():
+            if before is None:
+                self._model.__dict__.pop(method, None)
+            else:
+                self._model.__dict__[method] = before
+        self._replaced.clear()
+        self._model.__dict__.pop(_MARK, None)
+
+
+def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifact:
+    """Open what the caller, or else COMPILEKIT_ARTIFACT, names.
+
+    Raises:
+        ConfigError: neither names one.
+        ArtifactError: it isn't the artifact that COMPILEKIT_EXPECT_DIGEST names.
+    """
+    if artifact is None:
+        artifact = os.environ.get("COMPILEKIT_ARTIFACT") or None
+    if artifact is None:
+        raise ConfigError(
+            "no artifact: neither an argument nor COMPILEKIT_ARTIFACT names one",
+            hint='attach(model, "DIR"), or start with `compilekit load DIR -- …`.',
+        )
+    opened = artifact if isinstance(artifact, Artifact) else open_artifact(artifact)
+    expected = os.environ.get("COMPILEKIT_EXPECT_DIGEST", "")
+    if expected and expected != opened.digest:
+        raise ArtifactError(
+            f"artifact {opened.root}: expected digest {expected}, found {opened.digest}",
+            hint="This isn't the artifact that was approved.",
+            expected=expected,
+            found=opened.digest,
+        )
+    return opened
+
+
+def requirements(require: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The requirements by argument, or else by COMPILEKIT_REQUIRE.
+
+    Raises:
+        ConfigError: one of them isn't known.
+    """
+    if require is None:
+        require = os.environ.get("COMPILEKIT_REQUIRE", "")
+    names = require.split(",") if isinstance(require, str) else list(require)
+    names = [name.strip() for name in names if name.strip()]
+    unknown = [name for name in names if name not in REQUIREMENTS]
+    if unknown:
+        raise ConfigError(
+            f"require: expected {', '.join(REQUIREMENTS)}, found {', '.join(unknown)}"
+        )
+    return tuple(names)
+
+
+def _policy(on_uncovered: str | None, artifact: Artifact) -> str:
+    policy = (
+        on_uncovered
+        or os.environ.get("COMPILEKIT_ON_UNCOVERED")
+        or artifact.manifest.serve.on_uncovered
+    )
+    if policy not in POLICIES:
+        raise ConfigError(
+            f"on_uncovered: expected {', '.join(POLICIES)}, found {policy}"
+        )
+    return policy
+
+
+def _check_requirements(
+    required: tuple[str, ...], artifact: Artifact, target: str
+) -> None:
+    if "cache" in required:
+        raise PolicyError(
+            "require = cache, and the artifact carries no caches",
+            hint="attach uses programs; require program instead.",
+        )
+    if "verified" in required:
+        reason = why_unverified(artifact, target)
+        if reason:
+            raise PolicyError(
+                f"require = verified: {reason}",
+                hint=f"Run `compilekit verify {artifact.root}` on this kind of machine.",
+            )
+
+
+def _check_device(device: str | torch.device | None, model: torch.nn.Module) -> None:
+    if device is not None and torch.device(device).type != "cpu":
+        raise AttachError(
+            f"the artifact has CPU programs only, and device = {device} was asked for",
+            hint='Use device = "cpu", or build for the device.',
+        )
+
+
+def _entries(
+    artifact: Artifact, target: str, only: str | None, model: torch.nn.Module
+) -> tuple[Entry, ...]:
+    known = tuple(artifact.manifest.entries)
+    if only is not None and only not in known:
+        raise ConfigError(
+            f"entry: expected one of {', '.join(known)}, found {only}"
+        )
+    if _MARK in model.__dict__:
+        raise AttachError(
+            "the model is attached already",
+            hint="Call receipt.detach() first.",
+        )
+    chosen = [name for name in known if only in (None, name)]
+    return tuple(artifact.entries[(target, name)] for name in chosen)
+
+
+def _programs(artifact: Artifact, entry: Entry) -> list[Program]:
+    buckets = artifact.manifest.entries[entry.name].buckets
+    return [
+        artifact.programs[(entry.target, entry.name, bucket.name)] for bucket in buckets
+    ]
+
+
+def _refusal(
+    receipt: Receipt, entry: str, original: Callable[..., Any], policy: str
+) -> Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]:
+    """What to do with an uncovered call, by policy."""
+    compiled: list[Callable[..., Any]] = []
+
+    def refuse_call(
+        error: CompilekitError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if policy == "error" or "program" in receipt.require:
+            raise error
+        receipt.note_uncovered(entry, error.message, policy)
+        if policy == "eager":
+            return original(*args, **kwargs)
+        if not compiled:
+            compiled.append(torch.compile(original))
+        return compiled[0](*args, **kwargs)
+
+    return refuse_call

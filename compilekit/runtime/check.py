@@ -1,0 +1,216 @@
+"""Compare an artifact with this machine: every mismatch at once.
+
+The table of factors and verdicts is in docs/factors.md.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compilekit import targets
+from compilekit._torch.versions import minor
+from compilekit.artifact import Artifact, open_artifact
+from compilekit.errors import Mismatch, MismatchError
+
+
+def check(artifact: Artifact | str | os.PathLike[str]) -> tuple[Mismatch, ...]:
+    """Every factor on which an artifact and this machine differ.
+
+    Args:
+        artifact: An open artifact, or the path of one.
+    Returns:
+        Mismatches, those that refuse first; empty if everything fits.
+    Raises:
+        ArtifactError: the artifact is damaged.
+    """
+    if not isinstance(artifact, Artifact):
+        artifact = open_artifact(artifact)
+    found = [*_versions(artifact), *_machine(artifact)]
+    return tuple(sorted(found, key=lambda mismatch: mismatch.verdict != "refuse"))
+
+
+def refuse(what: str, mismatches: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
+    """Raise if any mismatch refuses; the warnings otherwise.
+
+    Raises:
+        MismatchError: carries all of them.
+    """
+    if any(mismatch.verdict == "refuse" for mismatch in mismatches):
+        raise MismatchError(what, mismatches)
+    return mismatches
+
+
+def _versions(artifact: Artifact) -> list[Mismatch]:
+    found = []
+    factors = artifact.manifest.factors
+    built, here = str(factors["torch.version"]), torch.__version__.partition("+")[0]
+    if built != here:
+        same_minor = minor(built) == minor(here)
+        found.append(
+            Mismatch(
+                "torch.version",
+                built,
+                here,
+                "warn" if same_minor else "refuse",
+                "Another patch release can differ in the last bits."
+                if same_minor
+                else "The operators that programs call may take other arguments.",
+                f"Install torch {built}, or build the artifact again with torch {here}.",
+            )
+        )
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if factors["python.version"] != python:
+        found.append(
+            Mismatch(
+                "python.version",
+                str(factors["python.version"]),
+                python,
+                "refuse",
+                "CPU kernels are extension modules of one Python minor.",
+                f"Run Python {factors['python.version']}, or build again with {python}.",
+            )
+        )
+    known = factors.get("transformers.version")
+    if known is not None and (installed := _installed("transformers")) != known:
+        found.append(
+            Mismatch(
+                "transformers.version",
+                str(known),
+                installed,
+                "warn",
+                "Functions that were compiled are compared one by one at attach.",
+                f"Install transformers {known} to be sure.",
+            )
+        )
+    return found
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine(artifact: Artifact) -> list[Mismatch]:
+    here = targets.machine()
+    found = []
+    closest: list[Mismatch] | None = None
+    for name in artifact.manifest.targets:
+        misses = _target(artifact, name, here)
+        if not misses:
+            return []
+        if closest is None or len(misses) < len(closest):
+            closest = misses
+    found += closest or []
+    return found
+
+
+def _target(artifact: Artifact, name: str, here: str) -> list[Mismatch]:
+    """What keeps one target's code from running on this machine."""
+    description = artifact.manifest.targets[name]
+    if description["machine"] != here:
+        return [
+            Mismatch(
+                "machine",
+                f"{description['machine']} (target {name})",
+                here,
+                "refuse",
+                "Its machine code can't run here.",
+                f"Build for {here}.",
+            )
+        ]
+    found = []
+    flags = targets.cpu_flags()
+    missing = [feature for feature in description["features"] if feature not in flags]
+    if missing:
+        found.append(
+            Mismatch(
+                "isa",
+                f"{name}, which needs {' '.join(description['features'])}",
+                f"a CPU without {' '.join(missing)}",
+                "refuse",
+                "The process would die of an illegal instruction.",
+                "Build for a lower level, e.g. cpu-x86_64-v3.",
+            )
+        )
+    for factor, needed in artifact.manifest.factors_for(name).items():
+        if not factor.endswith(".symbols"):
+            continue
+        offered = _offered_symbols(factor.removesuffix(".symbols"))
+        if offered and _numbers(offered) < _numbers(str(needed)):
+            found.append(
+                Mismatch(
+                    factor,
+                    f"at least {needed}",
+                    offered,
+                    "refuse",
+                    "Its kernels wouldn't link.",
+                    "Build on a system that is no newer than this one.",
+                )
+            )
+    return found
+
+
+def choose_target(artifact: Artifact) -> str:
+    """The target whose code this machine runs, the one with the most features first.
+
+    Raises:
+        MismatchError: none fits.
+    """
+    here = targets.machine()
+    fitting = [
+        name
+        for name in artifact.manifest.targets
+        if not _target(artifact, name, here)
+    ]
+    if not fitting:
+        raise MismatchError(
+            f"artifact {artifact.root} has no code for this machine", check(artifact)
+        )
+    descriptions = artifact.manifest.targets
+    return max(fitting, key=lambda name: len(descriptions[name]["features"]))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+def _offered_symbols(library: str) -> str:
+    """Highest symbol version that a C or C++ runtime library here offers; "" = unknown."""
+    if library == "glibc":
+        name, number = platform.libc_ver()
+        return number if name == "glibc" else ""
+    pattern = re.compile(rf"{library.upper()}_(\d+(?:\.\d+)+)\0".encode())
+    path = _loaded_library("libstdc++.so")
+    if path is None:
+        return ""
+    versions = {_numbers(match.decode()) for match in pattern.findall(path.read_bytes())}
+    return ".".join(map(str, max(versions))) if versions else ""
+
+
+def _loaded_library(name: str) -> Path | None:
+    """Path of a shared library that this process has mapped."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.rpartition(" ")[2]
+        if name in path and path.startswith("/"):
+            return Path(path)
+    return None
+
+
+def describe_machine() -> dict[str, Any]:
+    """What this machine is, in the words of the factor table."""
+    return {
+        "torch.version": torch.__version__,
+        "python.version": platform.python_version(),
+        "machine": targets.machine(),
+        "threads": torch.get_num_threads(),
+    }

@@ -1,0 +1,121 @@
+"""Put a call's result together: the caller's own classes around the graph outputs."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from compilekit.errors import AttachError
+
+Outputs = Sequence[torch.Tensor]
+Values = Mapping[str, Any]
+Sizes = tuple[int, ...] | None
+ResultBuilder = Callable[[Outputs, Values, Sizes], Any]
+"""(graph outputs, call arguments, real axis sizes or None if nothing was padded)."""
+
+Cut = tuple[tuple[int, int], ...]
+
+
+def result_builder(
+    tree: Mapping[str, Any],
+    cuts: Mapping[str, Mapping[str, str]],
+    axes: tuple[str, ...],
+    argument: Callable[[Values, str], Any],
+    tensor: Callable[[str], Any],
+) -> ResultBuilder:
+    """Turn a result tree into a function that builds the result.
+
+    Args:
+        tree: `Program.result`.
+        cuts: Output path → {dimension: axis}.
+        axes: The entry's axes, in the order of the sizes given to the builder.
+        argument: Gives the argument at a path.
+        tensor: Gives the model's tensor at a path.
+    Raises:
+        AttachError: a class of the output can't be imported.
+    """
+
+    def build(node: Mapping[str, Any], path: str) -> ResultBuilder:
+        kind = node["kind"]
+        if kind == "out":
+            return _out(node["index"], _cut(cuts.get(path, {}), axes))
+        if kind == "value":
+            value = node["value"]
+            return lambda outputs, values, sizes: value
+        if kind == "argument":
+            where = node["path"]
+            return lambda outputs, values, sizes: argument(values, where)
+        if kind == "tensor":
+            where = node["path"]
+            return lambda outputs, values, sizes: tensor(where)
+        if kind in ("list", "tuple"):
+            parts = [
+                build(part, f"{path}[{i}]") for i, part in enumerate(node["items"])
+            ]
+            make = list if kind == "list" else tuple
+            return lambda o, v, s: make([part(o, v, s) for part in parts])
+        names = [name for name, _ in node["items"]]
+        builders = [
+            build(part, join(path, name, kind)) for name, part in node["items"]
+        ]
+        return _named(kind, node, names, builders)
+
+    return build(tree, "")
+
+
+def join(path: str, name: str, kind: str) -> str:
+    """Path of a part: ``a.b`` below a dataclass, ``a["b"]`` below a nested dict."""
+    if kind in ("dict", "mapping") and path:
+        return f'{path}["{name}"]'
+    return f"{path}.{name}" if path else name
+
+
+def _named(
+    kind: str,
+    node: Mapping[str, Any],
+    names: list[str],
+    builders: list[ResultBuilder],
+) -> ResultBuilder:
+    pairs = list(zip(names, builders, strict=True))
+    if kind == "dict":
+        return lambda o, v, s: {name: part(o, v, s) for name, part in pairs}
+    cls: Any = OrderedDict if kind == "mapping" else _class(node["class"])
+    if kind == "mapping":
+        return lambda o, v, s: cls((name, part(o, v, s)) for name, part in pairs)
+    return lambda o, v, s: cls(**{name: part(o, v, s) for name, part in pairs})
+
+
+def _out(index: int, cut: Cut) -> ResultBuilder:
+    if not cut:
+        return lambda outputs, values, sizes: outputs[index]
+
+    def take(outputs: Outputs, values: Values, sizes: Sizes) -> torch.Tensor:
+        output = outputs[index]
+        if sizes is not None:
+            for dimension, axis in cut:
+                output = output.narrow(dimension, 0, sizes[axis])
+        return output
+
+    return take
+
+
+def _cut(rule: Mapping[str, str], axes: tuple[str, ...]) -> Cut:
+    return tuple((int(dimension), axes.index(axis)) for dimension, axis in rule.items())
+
+
+def _class(name: str) -> Any:
+    module, _, qualname = name.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+        for part in qualname.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as exc:
+        raise AttachError(
+            f"the output's class {name} can't be imported: {exc}",
+            hint=f"Make {module} importable where the model is served.",
+        ) from exc
+    return value
