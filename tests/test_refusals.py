@@ -44,7 +44,7 @@ def artifact(tmp_path: Path) -> Path:
 def refused(root: Path, path: str, *kinds: type[ArtifactError]) -> ArtifactError:
     """Open an artifact that must be refused; the error must say which file and why."""
     with pytest.raises(ArtifactError) as caught:
-        open_artifact(root)
+        open_artifact(root).parse_all()
     error = caught.value
     assert type(error) in kinds, error
     assert error.exit_code == 5
@@ -101,7 +101,7 @@ def test_flipped_bytes(artifact: Path, path: str) -> None:
         (artifact / path).write_bytes(damaged)
         refused(artifact, path, *damage_kinds(path))
     (artifact / path).write_bytes(data)
-    open_artifact(artifact)
+    open_artifact(artifact).parse_all()
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_unreadable_file(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(os, "open", denied)
     with pytest.raises(ResourceError, match="Permission denied") as caught:
-        open_artifact(artifact)
+        open_artifact(artifact).parse_all()
     assert golden.KERNEL_PATH in caught.value.message
     assert str(artifact) in caught.value.message
     assert "owner and mode" in caught.value.hint
@@ -435,7 +435,7 @@ def test_dishonest_manifest(
 def refused_any(root: Path, kind: type[ArtifactError]) -> ArtifactError:
     """As `refused`, for errors that are about the manifest's contents."""
     with pytest.raises(ArtifactError) as caught:
-        open_artifact(root)
+        open_artifact(root).parse_all()
     assert type(caught.value) is kind
     assert caught.value.exit_code == 5
     assert str(root) in caught.value.message
@@ -537,4 +537,4 @@ def test_nothing_is_parsed_before_all_is_verified(
 
 def test_the_golden_artifact_is_accepted(artifact: Path) -> None:
     """The copy that all these tests damage is fine to begin with."""
-    assert isinstance(open_artifact(artifact), Artifact)
+    assert isinstance(open_artifact(artifact).parse_all(), Artifact)

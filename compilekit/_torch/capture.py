@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,10 @@ from torch._dynamo.eval_frame import set_enable_dynamic
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.base import (
+    AttributeMutationExisting,
+    ValueMutationExisting,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 
 CaptureRestart = TensorifyScalarRestartAnalysis
@@ -75,7 +78,7 @@ class Capture:
     globals: dict[str, Any]
 
 
-def capture_call(function: FunctionType, args: tuple[Any, ...]) -> Capture | None:
+def capture_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Capture | None:
     """Trace ``function(*args)`` on fake tensors into one graph, shapes static.
 
     Returns:
@@ -101,7 +104,9 @@ def capture_call(function: FunctionType, args: tuple[Any, ...]) -> Capture | Non
     backend = raw.backend_input
     if backend is None:
         return None
-    placeholders = [n for n in backend.graph_module.graph.nodes if n.op == "placeholder"]
+    placeholders = [
+        n for n in backend.graph_module.graph.nodes if n.op == "placeholder"
+    ]
     output_graph = raw.graph_capture_output.output_graph
     return Capture(
         graph=backend.graph_module,
@@ -154,7 +159,7 @@ def run_graph(capture: Capture) -> tuple[Any, ...]:
 
 def replay(
     capture: Capture,
-    function: FunctionType,
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     outputs: tuple[Any, ...],
 ) -> Any:

@@ -150,7 +150,7 @@ def _target_isa(simd_width: int) -> Iterator[None]:
     choices = {256: cpu_vec_isa.VecAVX2, 512: cpu_vec_isa.VecAVX512}
     isas = [choices[simd_width]()] if simd_width else []
     with (
-        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: isas),
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=isas),
         torch._inductor.config.patch(
             {"cpp.simdlen": simd_width or 1, "cpp.vec_isa_ok": True}
         ),

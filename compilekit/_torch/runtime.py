@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-_guards = torch._C._dynamo.guards
+# Its type stubs lack most of what output code uses.
+_guards: Any = torch._C._dynamo.guards
 
 
 def tensor_pointer_address() -> int:
@@ -95,7 +96,9 @@ def _conv1x1_via_mm(
     x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor
 ) -> torch.Tensor:
     w = torch.squeeze(torch.squeeze(w, -1), -1)
-    return torch.matmul(x.permute(0, 2, 3, 1), w.permute(1, 0), out=out.permute(0, 2, 3, 1))
+    return torch.matmul(
+        x.permute(0, 2, 3, 1), w.permute(1, 0), out=out.permute(0, 2, 3, 1)
+    )
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

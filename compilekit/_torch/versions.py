@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from compilekit.errors import MismatchError, Mismatch
+from compilekit.errors import Mismatch, MismatchError
 
 # torch minor -> what was done with it: "built" = the test-suite builds and loads CPU
 # programs, "ran" = artifacts built with it ran on the device named.

@@ -214,9 +214,26 @@ class Program:
     schema: int = SCHEMA
 
 
-def to_json(record: Any) -> Any:
-    """A dataclass from this module as plain JSON values, defaults included."""
-    return dataclasses.asdict(record)
+def to_json(record: Entry | Program) -> dict[str, Any]:
+    """An entry or a program as plain JSON values.
+
+    Everything is spelled out, except what is at its default in a graph's inputs and
+    outputs: there are hundreds of them, and a start parses them all.
+    """
+    data = dataclasses.asdict(record)
+    if isinstance(record, Program):
+        data["inputs"] = [_without_defaults(item) for item in record.inputs]
+        data["outputs"] = [_without_defaults(item) for item in record.outputs]
+    return data
+
+
+def _without_defaults(record: GraphInput | GraphOutput) -> dict[str, Any]:
+    data = dataclasses.asdict(record)
+    return {
+        field.name: data[field.name]
+        for field in dataclasses.fields(record)
+        if getattr(record, field.name) != field.default
+    }
 
 
 def entry_from_json(data: Mapping[str, Any]) -> Entry:
@@ -238,7 +255,9 @@ def program_from_json(data: Mapping[str, Any]) -> Program:
     """Rebuild a `Program`; the schema has been checked by the caller."""
     fields = dict(data)
     fields["inputs"] = tuple(
-        GraphInput(**{**i, "spec": _spec(i["spec"]) if i["spec"] else None})
+        GraphInput(**{**i, "spec": _spec(i["spec"])})
+        if "spec" in i
+        else GraphInput(**i)
         for i in data["inputs"]
     )
     fields["outputs"] = tuple(

@@ -6,8 +6,9 @@ Lifecycle of `open_artifact`:
    schema version, then its shape and its paths; the same for ``reports/index.json``.
 2. The directory is walked: only the listed files and their folders may be there, as
    plain files and plain folders. Every file is read once, hashed, and compared.
-3. ``entry.json`` and ``program.json`` are parsed from the bytes that were hashed, and
-   what they refer to must exist.
+3. ``entry.json`` and ``program.json`` are parsed from the bytes that were hashed, when
+   they are first asked for, and what they refer to must exist: a start parses its own
+   target's only.
 
 All problems that one step finds come in one error. Folders are opened relative to each
 other and links are never followed, so nothing can be swapped between check and use.
@@ -21,10 +22,11 @@ import dataclasses
 import hashlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from compilekit.artifact import canonical, manifest, program, schema
 from compilekit.artifact.manifest import File, Manifest
@@ -114,6 +116,16 @@ class Artifact:
         self._listed(path)
         return self.root / path
 
+    def parse_all(self) -> Artifact:
+        """Parse every ``entry.json`` and ``program.json`` now.
+
+        Raises:
+            ManifestError: One of them is malformed, or contradicts the manifest.
+        """
+        list(self.entries.values())
+        list(self.programs.values())
+        return self
+
     def _listed(self, path: str) -> File:
         file = self.manifest.files.get(path) or self.reports.get(path)
         if file is None:
@@ -172,13 +184,13 @@ def _open_verified(root: Path, descriptor: int) -> Artifact:
     kept, problems = _verify_tree(descriptor, {**listing.files, **reports}, own)
     if problems:
         raise _joined(problems)
-    entries, programs = _parse_programs(listing, kept)
+    entries, programs = _parse_programs(root, listing, kept)
     return Artifact(
         root=root,
         manifest=listing,
         reports=MappingProxyType(dict(reports)),
-        entries=MappingProxyType(entries),
-        programs=MappingProxyType(programs),
+        entries=entries,
+        programs=programs,
         _kept=MappingProxyType(kept),
     )
 
@@ -414,21 +426,51 @@ def _kind(mode: int) -> str:
 # --- Parsing what was read ---------------------------------------------------------
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class _Parsed(Mapping[Key, Value]):
+    """Parsed files by key; each is parsed when it's first asked for."""
+
+    def __init__(self, root: Path, parsers: Mapping[Key, Callable[[], Value]]) -> None:
+        self._root = root
+        self._parsers = parsers
+        self._values: dict[Key, Value] = {}
+
+    def __getitem__(self, key: Key) -> Value:
+        if key not in self._values:
+            parse = self._parsers[key]
+            try:
+                self._values[key] = parse()
+            except ArtifactError as exc:
+                raise _located(self._root, exc) from exc.__cause__
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._parsers)
+
+    def __len__(self) -> int:
+        return len(self._parsers)
+
+
 def _parse_programs(
-    listing: Manifest, kept: Mapping[str, bytes]
-) -> tuple[dict[tuple[str, str], Entry], dict[tuple[str, str, str], Program]]:
-    entries: dict[tuple[str, str], Entry] = {}
-    programs: dict[tuple[str, str, str], Program] = {}
-    if "program" not in listing.routes:
-        return entries, programs
-    for target in listing.targets:
-        for name, convention in listing.entries.items():
-            entries[target, name] = _parse_entry(target, name, convention.axes, kept)
-            for bucket in convention.buckets:
-                programs[target, name, bucket.name] = _parse_program(
-                    target, name, bucket.name, bucket.axes, listing, kept
+    root: Path, listing: Manifest, kept: Mapping[str, bytes]
+) -> tuple[Mapping[tuple[str, str], Entry], Mapping[tuple[str, str, str], Program]]:
+    entries: dict[tuple[str, str], Callable[[], Entry]] = {}
+    programs: dict[tuple[str, str, str], Callable[[], Program]] = {}
+    if "program" in listing.routes:
+        for target in listing.targets:
+            for name, convention in listing.entries.items():
+                entries[target, name] = partial(
+                    _parse_entry, target, name, convention.axes, kept
                 )
-    return entries, programs
+                for bucket in convention.buckets:
+                    programs[target, name, bucket.name] = partial(
+                        _parse_program,
+                        *(target, name, bucket.name, bucket.axes, listing, kept),
+                    )
+    return _Parsed(root, entries), _Parsed(root, programs)
 
 
 def _parse_entry(

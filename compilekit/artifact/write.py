@@ -64,7 +64,7 @@ def write_artifact(
         _recover(out)
         with _staging(out) as staging:
             _write_files(staging, contents)
-            artifact = store.open_artifact(staging)
+            artifact = store.open_artifact(staging).parse_all()
             _publish(staging, out)
     except OSError as exc:
         raise ResourceError(

@@ -241,7 +241,7 @@ def _run_worker(
         index=index,
         count=count,
         message=error
-        or f"the worker process ended with {_death(code)} while it compiled this bucket",
+        or f"the worker ended with {_death(code)} while it compiled this bucket",
         log=log_name,
         error_type="WorkerCrashedError",
         exit_code=errors.WorkerCrashedError.exit_code,
@@ -347,7 +347,9 @@ def _pack(
             for path in sorted((folder / kind).glob("*")):
                 files[f"{kind}/{path.name}"] = path.read_bytes()
         for entry in config.entries.values():
-            jobs = [j for j in planned.jobs if (j.target, j.entry) == (target, entry.name)]
+            jobs = [
+                j for j in planned.jobs if (j.target, j.entry) == (target, entry.name)
+            ]
             parts = []
             for job in jobs:
                 source = folder / "buckets" / entry.name / job.bucket.name
@@ -370,7 +372,9 @@ def _pack(
         for path in sorted((folder / "logs").glob("*.log")):
             if path.stat().st_size:
                 reports[f"reports/{target}/{path.name}"] = path.read_bytes()
-        model = model or factors.model(config, json.loads((folder / "model.json").read_bytes()))
+        model = model or factors.model(
+            config, json.loads((folder / "model.json").read_bytes())
+        )
     if model is None:
         raise ConfigError("there is nothing to build: no target or no bucket")
     parts_of_manifest = Manifest(
@@ -406,15 +410,21 @@ def _verified(
         if not targets.missing_features(targets.load_target(name), flags)
     }
     buckets = [
-        bucket if bucket.target in runnable else dataclasses.replace(bucket, status="unverified")
+        bucket
+        if bucket.target in runnable
+        else dataclasses.replace(bucket, status="unverified")
         for bucket in result.buckets
     ]
     if not runnable:
         return dataclasses.replace(result, buckets=tuple(buckets))
-    outcome = verify(result.artifact, config=config, on_event=_as_build_event(on_event, buckets))
+    outcome = verify(
+        result.artifact, config=config, on_event=_as_build_event(on_event, buckets)
+    )
     by_name: dict[tuple[str, str, str], list[BucketVerified]] = {}
     for replay in outcome.buckets:
-        by_name.setdefault((replay.target, replay.entry, replay.bucket), []).append(replay)
+        by_name.setdefault((replay.target, replay.entry, replay.bucket), []).append(
+            replay
+        )
     for position, bucket in enumerate(buckets):
         replays = by_name.get((bucket.target, bucket.entry, bucket.bucket), [])
         wrong = next((replay for replay in replays if not replay.passed), None)

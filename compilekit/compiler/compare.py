@@ -70,9 +70,7 @@ def _walk(found: Any, expected: Any, path: str, leaves: list[Any]) -> str:
     where = path or "the output"
     if type(found) is not type(expected):
         kinds = class_name(type(expected)), class_name(type(found))
-        if not (
-            isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)
-        ):
+        if not (isinstance(found, torch.Tensor) and isinstance(expected, torch.Tensor)):
             return f"{where}: expected a {kinds[0]}, found a {kinds[1]}"
     if isinstance(expected, torch.Tensor):
         leaves.append((path, found, expected))
@@ -90,7 +88,9 @@ def _walk(found: Any, expected: Any, path: str, leaves: list[Any]) -> str:
         ]
     elif dataclasses.is_dataclass(expected):
         names = [field.name for field in dataclasses.fields(expected)]
-        parts = [(f"{path}.{n}", getattr(found, n), getattr(expected, n)) for n in names]
+        parts = [
+            (f"{path}.{n}", getattr(found, n), getattr(expected, n)) for n in names
+        ]
     elif found != expected:
         return f"{where}: expected {expected!r}, found {found!r}"
     else:

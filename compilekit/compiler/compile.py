@@ -19,7 +19,13 @@ import torch
 from compilekit import paths
 from compilekit._torch import capture as dynamo
 from compilekit._torch.fake import FakeTensor, fake_mode_of
-from compilekit._torch.lower import CppSource, Lowered, lower, mode_options, program_options
+from compilekit._torch.lower import (
+    CppSource,
+    Lowered,
+    lower,
+    mode_options,
+    program_options,
+)
 from compilekit._torch.ops import operator_origin
 from compilekit.artifact.canonical import sha256
 from compilekit.artifact.program import (
@@ -41,7 +47,7 @@ from compilekit.errors import (
 )
 from compilekit.plan import Bucket
 from compilekit.runtime.code import code_digest, find_codes
-from compilekit.runtime.model import ambient
+from compilekit.runtime.model import ambient, tensor_spec
 from compilekit.targets import Target
 
 OnStage = Callable[[str, float], None]
@@ -134,11 +140,15 @@ def compile_bucket(
             },
             externs=host.externs,
         ),
-        entry=_entry(model, config, entry, target, kwargs, captured, places, lowered, host),
+        entry=_entry(
+            model, config, entry, target, kwargs, captured, places, lowered, host
+        ),
         code=code,
         bytecode=_bytecode(code),
         kernels={name: lowered.kernels[body] for name, body in host.kernels.items()},
-        constants={f"{digest}.safetensors": data for digest, data in constants.values()},
+        constants={
+            f"{digest}.safetensors": data for digest, data in constants.values()
+        },
     )
     on_stage("harvest", time.perf_counter() - began)
     return compiled
@@ -225,7 +235,7 @@ def _inputs(
         GraphInput(
             kind=place.kind,
             path=place.path,
-            spec=convention.spec(example) if place.kind == "argument" else None,
+            spec=tensor_spec(example) if place.kind == "argument" else None,
             mutated=index in lowered.mutated,
             aligned=index in lowered.aligned,
         )
@@ -247,10 +257,13 @@ def _entry(
     host: HostCode,
 ) -> Entry:
     used_axes = {
-        size for rule in entry.inputs.values() for size in rule.shape if size in config.axes
+        size
+        for rule in entry.inputs.values()
+        for size in rule.shape
+        if size in config.axes
     }
     tensors = {
-        place.path: convention.spec(example)
+        place.path: tensor_spec(example)
         for place, example in zip(places, captured.example_inputs, strict=True)
         if place.kind == "tensor"
     }
@@ -272,9 +285,7 @@ def _entry(
         code=_traced_code(captured),
         ambient=ambient(),
         training=model.training,
-        mutates_model=any(
-            places[index].kind == "tensor" for index in lowered.mutated
-        ),
+        mutates_model=any(places[index].kind == "tensor" for index in lowered.mutated),
         custom_ops={name: operator_origin(name) for name in host.operators},
     )
 
@@ -289,7 +300,7 @@ def _rules(entry: EntryConfig, kwargs: Mapping[str, Any]) -> dict[str, InputRule
     }
     for path, tensor in convention.argument_tensors(kwargs):
         if path not in rules:
-            spec = convention.spec(tensor)
+            spec = tensor_spec(tensor)
             rules[path] = InputRule(spec.dtype, spec.shape)
     return dict(sorted(rules.items()))
 

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping
-from types import FunctionType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,20 +26,20 @@ from compilekit._torch import capture as dynamo
 from compilekit._torch.runtime import same_storage
 from compilekit.artifact.program import GraphOutput, Read
 from compilekit.errors import UnsupportedByProgramError
-from compilekit.runtime.model import tensor_spec as spec
+from compilekit.runtime.model import tensor_spec
 
 MODEL, ARGUMENTS = "model", "kwargs"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a graph input comes from: ``tensor`` (model) or ``argument``, and the path."""
+    """Where a graph input comes from: ``tensor`` (of the model) or ``argument``."""
 
     kind: str
     path: str
 
 
-def entry_function(method: str) -> FunctionType:
+def entry_function(method: str) -> Callable[..., Any]:
     """The function that is traced: it calls one method of the model by keyword."""
 
     def entry(model: torch.nn.Module, kwargs: dict[str, Any]) -> Any:
@@ -61,14 +60,14 @@ def inputs(capture: dynamo.Capture) -> tuple[Place, ...]:
             raise UnsupportedByProgramError(
                 f"the graph takes {source} as a {type(example).__name__}, and a program"
                 " takes tensors only",
-                hint="Make it a fixed keyword argument ([entries.NAME.kwargs]) or a tensor.",
+                hint="Make it a fixed argument ([entries.NAME.kwargs]) or a tensor.",
                 thing=source,
             )
         place = locate(source)
         if place is None:
             raise UnsupportedByProgramError(
-                f"the graph reads the tensor {_readable(source)}, which is neither below"
-                " the model nor an argument",
+                f"the graph reads the tensor {_readable(source)}, which is neither"
+                " below the model nor an argument",
                 hint="Register it on the model with register_buffer, or pass it in.",
                 thing=_readable(source),
             )
@@ -97,7 +96,7 @@ def locate(source: str) -> Place | None:
 
 
 def _without_registries(steps: tuple[paths.Step, ...]) -> tuple[paths.Step, ...]:
-    """``_modules["fc"]`` → ``fc``: the registries of nn.Module are how torch stores it."""
+    """``_modules["fc"]`` → ``fc``: registries are only how nn.Module stores it."""
     kept: list[paths.Step] = []
     index = 0
     while index < len(steps):
@@ -208,12 +207,12 @@ def _output(
 ) -> GraphOutput:
     for index, example in enumerate(examples):
         if output is example:
-            return GraphOutput(spec(output), "input", index)
+            return GraphOutput(tensor_spec(output), "input", index)
     for index, example in enumerate(examples):
         if same_storage(output, example):
             offset = int(output.storage_offset()) - int(example.storage_offset())
-            return GraphOutput(spec(output), "view", index, offset)
-    return GraphOutput(spec(output), "program", position)
+            return GraphOutput(tensor_spec(output), "view", index, offset)
+    return GraphOutput(tensor_spec(output), "program", position)
 
 
 def result(
@@ -288,7 +287,7 @@ def _children(item: Any) -> tuple[str, Any] | None:
     if type(item) is tuple:
         return "tuple", item
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return "namedtuple", item._asdict()
+        return "namedtuple", dict(zip(item._fields, item, strict=True))
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         fields = [field for field in dataclasses.fields(item) if field.init]
         return "dataclass", {field.name: getattr(item, field.name) for field in fields}
@@ -436,9 +435,7 @@ def refuse_side_effects(
             steps = _steps(effect.source)
             name = _readable(effect.source)
             if steps is not None and steps[0] == "L" and len(steps) > 1:
-                name = paths.render(
-                    (str(steps[1][0]), *_without_registries(steps[2:]))
-                )
+                name = paths.render((str(steps[1][0]), *_without_registries(steps[2:])))
             wrote = ", ".join(f"{name}.{attribute}" for attribute in effect.attributes)
             changed.append(wrote or f"the contents of {name}")
     if changed:

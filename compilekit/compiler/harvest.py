@@ -18,9 +18,21 @@ from compilekit.errors import HarvestError, UnsupportedByProgramError
 
 # Namespaces of operators that torch itself registers.
 TORCH_NAMESPACES = frozenset(
-    "aten prims inductor mkldnn mkl onednn quantized _quantized profiler".split()
+    [
+        "aten",
+        "prims",
+        "inductor",
+        "mkldnn",
+        "mkl",
+        "onednn",
+        "quantized",
+        "_quantized",
+        "profiler",
+    ]
 )
-_BUILTINS = frozenset("zip range len int float bool min max RuntimeError".split())
+_BUILTINS = frozenset(
+    ["zip", "range", "len", "int", "float", "bool", "min", "max", "RuntimeError"]
+)
 _DROPPED_FUNCTIONS = frozenset({"get_args", "benchmark_compiled_module"})
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -148,7 +160,7 @@ def _cleaned(function: ast.FunctionDef) -> ast.FunctionDef:
                 for element in first.targets[0].elts
                 if isinstance(element, ast.Name)
             )
-    cleaned = _Cleaner(inputs).visit(function)
+    cleaned: ast.FunctionDef = _Cleaner(inputs).visit(function)
     return ast.fix_missing_locations(cleaned)
 
 
@@ -206,9 +218,9 @@ def _refuse_unknown_externs(externs: list[str]) -> None:
     unknown = []
     for name in externs:
         root, *rest = name.split(".")
-        if root == "extern_kernels" and rest[0] not in offered:
-            unknown.append(name)
-        elif root == "torch" and rest[0] != "ops" and not _is_torch_constant(rest):
+        if (root == "extern_kernels" and rest[0] not in offered) or (
+            root == "torch" and rest[0] != "ops" and not _is_torch_constant(rest)
+        ):
             unknown.append(name)
     _refuse_unknown(set(unknown), set())
 

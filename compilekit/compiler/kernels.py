@@ -121,9 +121,7 @@ def _run(toolchain: Toolchain, arguments: list[str], cwd: Path, what: str) -> No
         "-w",
         *arguments,
     ]
-    done = subprocess.run(
-        command, cwd=cwd, capture_output=True, check=False, env=None
-    )
+    done = subprocess.run(command, cwd=cwd, capture_output=True, check=False, env=None)
     if done.returncode != 0:
         output = (done.stderr + done.stdout).decode("utf-8", errors="replace")
         raise KernelBuildError(

@@ -55,7 +55,9 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     twin = copy.deepcopy(model)
     artifact = open_artifact(spec["artifact"])
     spawned: list[str] = []
-    sys.addaudithook(lambda name, args: spawned.append(name) if name in _SPAWNS else None)
+    sys.addaudithook(
+        lambda name, args: spawned.append(name) if name in _SPAWNS else None
+    )
     os.environ["PATH"] = ""
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     atol, rtol = tolerance(dtype, config.verify.atol, config.verify.rtol)

@@ -115,9 +115,7 @@ def _compile_all(
                 seconds = time.perf_counter() - began
                 emit(replace(about, kind="stage", stage="model", seconds=seconds))
 
-            def on_stage(
-                stage: str, seconds: float, about: BuildEvent = about
-            ) -> None:
+            def on_stage(stage: str, seconds: float, about: BuildEvent = about) -> None:
                 emit(replace(about, kind="stage", stage=stage, seconds=seconds))
 
             compiled: CompiledBucket = compile_bucket(
@@ -147,8 +145,8 @@ def _describe_model(model: Any, path: Path) -> None:
     from compilekit.compiler.convention import class_name
 
     dtypes = [parameter.dtype for parameter in model.parameters()]
-    config = getattr(model, "config", None)
-    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    as_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    values: dict[str, Any] = as_dict()
     for name in ("_name_or_path", "transformers_version"):
         values.pop(name, None)
     text = json.dumps(
@@ -178,9 +176,7 @@ def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
     )
 
 
-def _finished(
-    item: Pending, scratch: Path, count: int, emit: Any, wait: bool
-) -> bool:
+def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -> bool:
     """Write a bucket whose kernels are all there; False if some aren't yet."""
     job = item.job
     about = BuildEvent(

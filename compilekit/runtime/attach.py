@@ -80,7 +80,8 @@ def attach(
     required = requirements(require)
     opened = open_required(artifact)
     clock.lap("open")
-    warnings = refuse(f"artifact {opened.root} doesn't fit this machine", check(opened))
+    found = check(opened, libraries=False)
+    warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
     target = choose_target(opened)
     policy = _policy(on_uncovered, opened)
     _check_requirements(required, opened, target)
@@ -189,7 +190,8 @@ def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifac
     expected = os.environ.get("COMPILEKIT_EXPECT_DIGEST", "")
     if expected and expected != opened.digest:
         raise ArtifactError(
-            f"artifact {opened.root}: expected digest {expected}, found {opened.digest}",
+            f"artifact {opened.root}: expected digest {expected}, found"
+            f" {opened.digest}",
             hint="This isn't the artifact that was approved.",
             expected=expected,
             found=opened.digest,
@@ -241,7 +243,7 @@ def _check_requirements(
         if reason:
             raise PolicyError(
                 f"require = verified: {reason}",
-                hint=f"Run `compilekit verify {artifact.root}` on this kind of machine.",
+                hint=f"Run `compilekit verify {artifact.root}` on such a machine.",
             )
 
 
@@ -258,9 +260,7 @@ def _entries(
 ) -> tuple[Entry, ...]:
     known = tuple(artifact.manifest.entries)
     if only is not None and only not in known:
-        raise ConfigError(
-            f"entry: expected one of {', '.join(known)}, found {only}"
-        )
+        raise ConfigError(f"entry: expected one of {', '.join(known)}, found {only}")
     if _MARK in model.__dict__:
         raise AttachError(
             "the model is attached already",

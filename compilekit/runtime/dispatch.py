@@ -20,23 +20,30 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 
 from compilekit import paths
 from compilekit._torch.runtime import reinterpret, tensor_guard
-from compilekit.artifact.program import Entry, GraphOutput, InputRule, Program, TensorSpec
+from compilekit.artifact.program import (
+    Entry,
+    GraphOutput,
+    InputRule,
+    Program,
+    TensorSpec,
+)
 from compilekit.buckets import BucketTable, bucket_table, no_bucket_error
 from compilekit.errors import CallRefusedError, CompilekitError, MismatchError
 from compilekit.plan import Bucket
-from compilekit.runtime.model import lookup, model_mismatches, tensor_spec
+from compilekit.runtime.model import ModelView, model_mismatches, tensor_spec
 from compilekit.runtime.program import Call
-from compilekit.runtime.result import ResultBuilder, result_builder
+from compilekit.runtime.result import Outputs, ResultBuilder, result_builder
 
 _training = attrgetter("training")
+_values = methodcaller("values")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +77,10 @@ class BoundProgram:
         call: The host code.
         order: Graph input i is pool element ``order[i]``; the pool is the model's
             tensors followed by the arguments.
-        specs: Expected metadata of each argument, in the order of `Dispatcher.arguments`.
+        specs: Expected metadata of each of `Dispatcher.arguments`.
         outputs: Graph outputs.
         plain: True if every graph output is what the program returns, in order.
-        mutated: Pool positions that the program writes.
+        mutated: Graph inputs that the program writes.
         mutated_arguments: Names of arguments that it writes.
         build: Makes the caller's output.
     """
@@ -145,10 +152,8 @@ class Dispatcher:
             p.name for p in entry.signature if p.kind == "positional"
         )
         self.names = frozenset(argument.name for argument in self.arguments)
-        self.defaults = {
-            p.name: p.default for p in entry.signature if not p.required
-        }
-        self.fixed = {path: value for path, value in entry.fixed.items()}
+        self.defaults = {p.name: p.default for p in entry.signature if not p.required}
+        self.fixed = dict(entry.fixed)
         self.nested_fixed = tuple(
             (paths.parse(path), path, value)
             for path, value in entry.fixed.items()
@@ -160,7 +165,8 @@ class Dispatcher:
         )
         self.table: BucketTable = bucket_table(buckets, entry.inputs)
         self.programs = {
-            name: self._bind(program, call) for name, (program, call) in programs.items()
+            name: self._bind(program, call)
+            for name, (program, call) in programs.items()
         }
         self.by_sizes = {
             tuple(bound.bucket.axes[axis] for axis in self.table.axes): bound
@@ -198,18 +204,26 @@ class Dispatcher:
                 )
         real = [*self._model_tensors(), *self._fitted(tensors, bound, exact)]
         inputs = [real[position] for position in bound.order]
-        if bound.mutated:
-            written = [real[position] for position in bound.mutated]
-        # The program itself needs no grad mode, and out= variants refuse it.
-        with self.serial, torch.no_grad():
-            if bound.plain:
-                outputs = bound.call(inputs)
-            else:
-                kept = list(inputs)
-                outputs = _graph_outputs(bound, kept, bound.call(inputs))
-            if bound.mutated:
-                torch.autograd.graph.increment_version(written)
+        if torch.is_grad_enabled():
+            # Operators that write into out= refuse to run with gradients on.
+            with torch.no_grad():
+                outputs = self._call(bound, inputs)
+        else:
+            outputs = self._call(bound, inputs)
         return bound.build(outputs, values, None if exact else sizes)
+
+    def _call(self, bound: BoundProgram, inputs: list[torch.Tensor]) -> Outputs:
+        """Run the program; graph outputs in graph order."""
+        if bound.plain and not bound.mutated:
+            return bound.call(inputs)
+        # The host code empties the list it is given.
+        kept = list(inputs)
+        with self.serial:
+            returned = bound.call(inputs)
+            if bound.mutated:
+                written = [kept[index] for index in bound.mutated]
+                torch.autograd.graph.increment_version(written)
+        return returned if bound.plain else _graph_outputs(bound, kept, returned)
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call's arguments by name; everything that isn't an input is checked."""
@@ -311,19 +325,19 @@ class Dispatcher:
                 if shape[dimension] != size:
                     raise self._wrong(argument, tensor)
             for dimension, position in argument.axes:
-                size = shape[dimension]
+                length = shape[dimension]
                 if found[position] is None:
-                    found[position] = size
-                elif found[position] != size:
+                    found[position] = length
+                elif found[position] != length:
                     raise CallRefusedError(
                         f"{self.entry.name}: axis {self.table.axes[position]} is"
-                        f" {found[position]} in one input and {size} in"
+                        f" {found[position]} in one input and {length} in"
                         f" {argument.path}",
                         hint="Every input must have the same size along an axis.",
                     )
             tensors.append(tensor)
-        for position, size in enumerate(found):
-            if size is None:
+        for position, known in enumerate(found):
+            if known is None:
                 raise CallRefusedError(
                     f"{self.entry.name}: no input that the call passes has axis"
                     f" {self.table.axes[position]}"
@@ -353,10 +367,12 @@ class Dispatcher:
             if tensor is None:
                 if sizes is None:
                     sizes = self._real_sizes(tensors)
-                shape = [sizes[s] if isinstance(s, str) else s for s in argument.rule.shape]
-                tensor = torch.full(shape, argument.rule.default, dtype=argument.dtype)
+                shape = [
+                    sizes[s] if isinstance(s, str) else s for s in argument.rule.shape
+                ]
+                tensor = _full(shape, argument.rule.default, argument.dtype)
             if tuple(tensor.shape) != spec.shape:
-                padded = torch.full(spec.shape, argument.rule.pad, dtype=argument.dtype)
+                padded = _full(spec.shape, argument.rule.pad, argument.dtype)
                 region = tuple(slice(0, size) for size in tensor.shape)
                 padded[region] = tensor
                 tensor = padded
@@ -401,8 +417,8 @@ class Dispatcher:
                 f" {self.entry.ambient['deterministic']}, the call has the opposite"
             )
         watch = self.watch
-        values = map(dict.values, watch.registries)
-        drifted = list(map(id, itertools.chain.from_iterable(values))) != watch.ids
+        values = itertools.chain.from_iterable(map(_values, watch.registries))
+        drifted = list(map(id, values)) != watch.ids
         if not drifted and watch.plain:
             drifted = any(
                 paths.follow(self.model, steps) is not watch.tensors[position]
@@ -447,7 +463,8 @@ class Dispatcher:
             if registry
         )
         ids = [id(value) for registry in registries for value in registry.values()]
-        tensors = [lookup(self.model, path) for path in self.tensor_paths]
+        view = ModelView(self.model)
+        tensors = [view.get(path) for path in self.tensor_paths]
         registered = set(ids)
         return Watch(
             registries=registries,
@@ -493,7 +510,7 @@ class Dispatcher:
                 for index, output in enumerate(program.outputs)
             ),
             mutated=tuple(
-                order[index]
+                index
                 for index, graph_input in enumerate(program.inputs)
                 if graph_input.mutated
             ),
@@ -503,8 +520,11 @@ class Dispatcher:
                 if graph_input.mutated and graph_input.kind == "argument"
             ),
             build=result_builder(
-                program.result, self.entry.cuts, self.table.axes, self._argument_value
-                , lambda path: lookup(self.model, path)
+                program.result,
+                self.entry.cuts,
+                self.table.axes,
+                self._argument_value,
+                lambda path: ModelView(self.model).get(path),
             ),
         )
 
@@ -543,6 +563,13 @@ def _below(value: Any, argument: Argument) -> Any:
         return None
 
 
+def _full(
+    shape: Sequence[int], value: bool | int | float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    # A bucket that would need padding isn't chosen for an input without a pad rule.
+    return torch.full(tuple(shape), 0 if value is None else value, dtype=dtype)
+
+
 def _contiguous(argument: Argument, axes: Mapping[str, int]) -> TensorSpec:
     """Metadata of an argument that the graph doesn't read."""
     shape = tuple(axes[s] if isinstance(s, str) else s for s in argument.rule.shape)
@@ -557,7 +584,9 @@ def _same_stride(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     """Equal strides wherever they matter (a size of 1 has none)."""
     return all(
         size == 1 or have == want
-        for size, have, want in zip(spec.shape, tensor.stride(), spec.stride, strict=True)
+        for size, have, want in zip(
+            spec.shape, tensor.stride(), spec.stride, strict=True
+        )
     )
 
 

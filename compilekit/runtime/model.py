@@ -13,7 +13,26 @@ from compilekit.artifact.program import Entry, Read, TensorSpec
 from compilekit.errors import Mismatch
 from compilekit.runtime.code import code_digest, find_codes
 
-_MISSING = object()
+MISSING = object()
+
+
+class ModelView:
+    """Values below a live model by path; submodules are looked up once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+
+    def get(self, path: str) -> Any:
+        """The value at a path, or `MISSING`."""
+        prefix, _, name = path.rpartition(".")
+        module = self.modules.get(prefix)
+        try:
+            if module is not None and "[" not in name:
+                return getattr(module, name)
+            return paths.follow(self.model, paths.parse(path))
+        except (AttributeError, KeyError, IndexError, TypeError):
+            return MISSING
 
 
 def model_mismatches(
@@ -25,17 +44,16 @@ def model_mismatches(
     Python values that capture depended on, traced functions, custom operators, hooks,
     training mode and ambient state.
     """
-    return tuple(
-        [
-            *_class(model, class_name),
-            *_tensors(model, entry),
-            *_aliases(model, entry),
-            *_reads(model, entry),
-            *_code(entry),
-            *_custom_ops(entry),
-            *_modules(model, entry),
-            *_ambient(entry),
-        ]
+    view = ModelView(model)
+    return (
+        *_class(model, class_name),
+        *_tensors(view, entry),
+        *_aliases(view, entry),
+        *_reads(view, entry),
+        *_code(entry),
+        *_custom_ops(entry),
+        *_modules(model, entry),
+        *_ambient(entry),
     )
 
 
@@ -56,14 +74,6 @@ def _class(model: torch.nn.Module, expected: str) -> Iterator[Mismatch]:
         )
 
 
-def lookup(model: torch.nn.Module, path: str) -> Any:
-    """The value at a path below the model, or a marker if there is none."""
-    try:
-        return paths.follow(model, paths.parse(path))
-    except (AttributeError, KeyError, IndexError, TypeError):
-        return _MISSING
-
-
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     """Metadata of a live tensor."""
     return TensorSpec(
@@ -74,11 +84,11 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     )
 
 
-def _tensors(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
+def _tensors(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
     for path, expected in entry.tensors.items():
-        tensor = lookup(model, path)
+        tensor = view.get(path)
         if not isinstance(tensor, torch.Tensor):
-            what = "nothing" if tensor is _MISSING else f"a {type(tensor).__name__}"
+            what = "nothing" if tensor is MISSING else f"a {type(tensor).__name__}"
             yield _mismatch(
                 f"tensor {path}",
                 _describe(expected),
@@ -138,11 +148,11 @@ def _describe(spec: TensorSpec) -> str:
     return f"{spec.dtype} {shape} stride {list(spec.stride)} on {spec.device}"
 
 
-def _aliases(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
+def _aliases(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
     """Tied weights must be tied here, and nothing else may be."""
     built = {path: group for group in entry.aliases for path in group}
     for group in entry.aliases:
-        ids = {id(lookup(model, path)) for path in group}
+        ids = {id(view.get(path)) for path in group}
         if len(ids) > 1:
             yield _mismatch(
                 f"tied weights {', '.join(group)}",
@@ -153,7 +163,7 @@ def _aliases(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
             )
     tied: dict[int, list[str]] = {}
     for path in entry.tensors:
-        tensor = lookup(model, path)
+        tensor = view.get(path)
         if isinstance(tensor, torch.Tensor):
             tied.setdefault(id(tensor), []).append(path)
     for names in tied.values():
@@ -167,15 +177,15 @@ def _aliases(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
             )
 
 
-def _reads(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
+def _reads(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
     for read in entry.reads:
-        value = _read_value(model, read)
+        value = _read_value(view, read)
         found = _as_read(value, read.kind)
         expected = read.value
         if isinstance(expected, list):
             found = list(found) if isinstance(found, (list, tuple)) else found
         if found != expected or type(found) is not type(expected):
-            shown = "nothing" if value is _MISSING else repr(found)
+            shown = "nothing" if value is MISSING else repr(found)
             what = {"value": "", "type": "class of ", "length": "length of "}
             yield _mismatch(
                 f"{what.get(read.kind, '')}{read.path}",
@@ -186,23 +196,23 @@ def _reads(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
             )
 
 
-def _read_value(model: torch.nn.Module, read: Read) -> Any:
+def _read_value(view: ModelView, read: Read) -> Any:
     if not read.path.startswith("module:"):
-        return lookup(model, read.path)
+        return view.get(read.path)
     _, module, path = read.path.split(":", 2)
     try:
         return paths.follow(sys.modules[module], paths.parse(path))
     except (KeyError, AttributeError, IndexError, TypeError):
-        return _MISSING
+        return MISSING
 
 
 def _as_read(value: Any, kind: str) -> Any:
-    if value is _MISSING:
+    if value is MISSING:
         return value
     if kind == "type":
         return f"{type(value).__module__}:{type(value).__qualname__}"
     if kind == "length":
-        return len(value) if hasattr(value, "__len__") else _MISSING
+        return len(value) if hasattr(value, "__len__") else MISSING
     return value
 
 

@@ -78,8 +78,8 @@ class Receipt:
         ways = sorted({route.route for route in self.routes})
         total = sum(self.milliseconds.values())
         return (
-            f"<Receipt {self.artifact[:12]} {self.target}: {len(self.routes)} buckets by"
-            f" {', '.join(ways)}, {self.compiles} compiles, {total:.1f} ms>"
+            f"<Receipt {self.artifact[:12]} {self.target}: {len(self.routes)} buckets"
+            f" by {', '.join(ways)}, {self.compiles} compiles, {total:.1f} ms>"
         )
 
     def detach(self) -> None:
