@@ -1,0 +1,234 @@
+"""``compilekit bench``: measurements, each number from a fresh process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from compilekit.cli.options import PATH, Command, Commands, config_argument
+from compilekit.console import (
+    Block,
+    Cell,
+    Console,
+    Difference,
+    Facts,
+    Mark,
+    Number,
+    Report,
+    Seconds,
+    Size,
+    Table,
+)
+from compilekit.errors import ResourceError
+
+if TYPE_CHECKING:
+    from compilekit.bench.startup import Row, Sample, StartupResult
+
+# The rows of the table by bucket, in this order; the other tables have all of them.
+_BY_BUCKET = ("compilekit", "cold", "eager")
+# The route a row's buckets take; a bucket of ours that can't take it is an error.
+_ROUTES = {"compilekit": "program", "cold": "jit", "eager": "eager"}
+
+
+@click.command(
+    cls=Command,
+    example="compilekit bench startup compilekit.toml --repeat 5 --out startup.json",
+)
+@config_argument
+@click.option(
+    "--artifact",
+    type=PATH,
+    metavar="DIR",
+    help="A built artifact; one is built for the occasion otherwise.",
+)
+@click.option(
+    "--rows",
+    metavar="NAMES",
+    help="Ways to start, separated by commas; all of them otherwise.",
+)
+@click.option(
+    "--repeat",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Fresh processes for each row.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Intra-op threads in every process.",
+)
+@click.option(
+    "--calls",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    metavar="N",
+    help="Steady calls per bucket and process.",
+)
+@click.option(
+    "--weights",
+    metavar="DIR",
+    help="Real weights, instead of those under [verify] in CONFIG.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    metavar="N",
+    help="Seed of the order in which the rows run; drawn and recorded otherwise.",
+)
+@click.option(
+    "--out",
+    type=PATH,
+    metavar="FILE",
+    help="Write every raw number there as JSON.",
+)
+@click.pass_obj
+def startup(
+    console: Console,
+    config: Path,
+    artifact: Path | None,
+    rows: str | None,
+    repeat: int,
+    threads: int,
+    calls: int,
+    weights: str | None,
+    seed: int | None,
+    out: Path | None,
+) -> Report:
+    """Time fresh processes to their first outputs, one way to start after the other.
+
+    The rows are eager, cold (torch.compile), moved (a copied cache directory), mega
+    and mega+kernels (Mega-cache without and with its kernels), aoti (AOTInductor's
+    direct loader) and compilekit. They run interleaved, in a shuffled order.
+    """
+    from compilekit.config import load
+
+    configuration = load(config)
+    from compilekit.bench import startup as bench
+    from compilekit.cli.progress import BenchProgress
+
+    chosen = tuple(bench.ROWS)
+    if rows is not None:
+        chosen = tuple(name.strip() for name in rows.split(",") if name.strip())
+    with BenchProgress(console) as progress:
+        result = bench.run(
+            configuration,
+            artifact=artifact,
+            rows=chosen,
+            repeat=repeat,
+            threads=threads,
+            weights=configuration.verify.weights if weights is None else weights,
+            calls=calls,
+            seed=seed,
+            on_event=progress,
+            out=out,
+        )
+    return report(result, out)
+
+
+def report(result: StartupResult, out: Path | None = None) -> Report:
+    """Medians by row and by bucket; the raw numbers are in the JSON."""
+    threads = "1 thread" if result.threads == 1 else f"{result.threads} threads"
+    blocks: list[Block] = [
+        Table(
+            "start",
+            ("row", "imports", "weights", "attach", "first calls", "ready", "overhead"),
+            [times(row) for row in result.rows],
+            note=(
+                f"{result.model}: medians of {result.repeat} fresh processes,"
+                f" {threads}; overhead = ready - one steady call of each bucket"
+            ),
+        ),
+        Table(
+            "cost",
+            ("row", "peak memory", "ships", "prepared in", "processes", "differs by"),
+            [costs(row) for row in result.rows],
+        ),
+    ]
+    if by_bucket := bucket_table(result):
+        blocks.append(by_bucket)
+    failed = [(row.name, row.error) for row in result.rows if row.error]
+    if failed:
+        blocks.append(Table("failure", ("row", "why"), failed, tall=True))
+    if out is not None:
+        blocks.append(Facts((("raw numbers", str(out)),)))
+    return Report(
+        result.as_json(),
+        tuple(blocks),
+        exit_code=ResourceError.exit_code if failed else 0,
+    )
+
+
+def times(row: Row) -> tuple[Cell, ...]:
+    """Where the time to the first outputs goes."""
+    if not row.samples:
+        return (row.name, Mark("failed", "bad"), *[None] * 5)
+    phases: tuple[Callable[[Sample], float], ...] = (
+        lambda sample: sample.import_torch_ms + sample.import_code_ms,
+        lambda sample: sample.model_ms,
+        lambda sample: sample.attach_ms,
+        lambda sample: sample.ready_ms - sample.attach_ms,
+        lambda sample: sample.ready_ms,
+        lambda sample: sample.overhead_ms,
+    )
+    medians = (statistics.median(map(phase, row.samples)) for phase in phases)
+    return (row.name, *(Seconds(ms / 1e3) for ms in medians))
+
+
+def costs(row: Row) -> tuple[Cell, ...]:
+    """What a start needs besides time, and how far its outputs are from eager's."""
+    if not row.samples:
+        return (row.name, Mark("failed", "bad"), *[None] * 4)
+    return (
+        row.name,
+        Size(round(statistics.median(s.peak_rss_bytes for s in row.samples))),
+        Size(row.shipped_bytes) if row.shipped_bytes else None,
+        None if row.build_seconds is None else Seconds(row.build_seconds),
+        max(sample.processes for sample in row.samples),
+        Difference(max(sample.max_abs_diff for sample in row.samples)),
+    )
+
+
+def bucket_table(result: StartupResult) -> Table | None:
+    """First and steady call of each bucket, for the rows that people compare."""
+    samples = {row.name: row.samples for row in result.rows if row.samples}
+    names = [name for name in _BY_BUCKET if name in samples]
+    if not names:
+        return None
+    columns = ["entry", "bucket", "route", "first ms", "steady ms"]
+    for name in names[1:]:
+        columns += [f"{name} first ms", f"{name} steady ms"]
+    rows: list[tuple[Cell, ...]] = []
+    for place, bucket in enumerate(samples[names[0]][0].buckets):
+        cells: list[Cell] = [bucket.entry, bucket.bucket, _ROUTES[names[0]]]
+        for name in names:
+            calls = [sample.buckets[place] for sample in samples[name]]
+            cells += [
+                Number(statistics.median(call.first_ms for call in calls)),
+                Number(statistics.median(call.steady_ms for call in calls)),
+            ]
+        differences = [s.buckets[place].max_abs_diff for s in samples[names[0]]]
+        rows.append((*cells, Difference(max(differences))))
+    return Table(
+        "bucket",
+        (*columns, "differs by"),
+        rows,
+        fold=("entry",),
+        note=" beside ".join((f"the buckets of {names[0]}", *names[1:])),
+    )
+
+
+bench = Commands(
+    "bench",
+    help="Measure, each number from a fresh process.",
+    sections={"Commands": (startup,)},
+)
