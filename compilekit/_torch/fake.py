@@ -9,6 +9,7 @@ Source: torch 2.11 and 2.13, torch/_subclasses/fake_tensor.py.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -30,12 +31,8 @@ __all__ = [
 
 Value = TypeVar("Value")
 
-# Objects of these packages hold no tensors of the model that we could replace safely:
-# their attributes may be shared by the whole process.
-_CLOSED_PACKAGES = frozenset(sys.stdlib_module_names) - {"__main__"} | {
-    "torch",
-    "numpy",
-}
+# Objects of these packages aren't followed: a model's tensors don't hide in them.
+_CLOSED_PACKAGES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"numpy"}
 
 
 class UnfakeableTensorError(TypeError):
@@ -54,7 +51,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 def fake_mode_of(model: nn.Module) -> FakeTensorMode:
     """The mode of a fake model; a new one for a model that holds no tensor at all."""
-    for tensor in _own_tensors(model):
+    for tensor in _tensors(model, set()):
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
     return new_fake_mode()
@@ -63,10 +60,10 @@ def fake_mode_of(model: nn.Module) -> FakeTensorMode:
 def make_fake(value: Value, mode: FakeTensorMode, device: torch.device | str) -> Value:
     """Replace every tensor inside `value` by a fake one on `device`.
 
-    Modules, dicts, lists and objects are changed in place, tuples are rebuilt; the
-    result is the same object where that is possible. One tensor found twice becomes
-    one fake tensor, and tensors that shared a storage still do. Plain attributes of
-    modules are followed like parameters and buffers are.
+    Modules are changed in place. Dicts, lists and other objects that hold tensors are
+    replaced by copies: user code may keep them in a global as well, where the real
+    tensors must stay. One tensor found twice becomes one fake tensor, and tensors that
+    shared a storage still do.
 
     Raises:
         UnfakeableTensorError: a tensor is sparse or of a tensor subclass.
@@ -74,24 +71,6 @@ def make_fake(value: Value, mode: FakeTensorMode, device: torch.device | str) ->
     converter = _Converter(mode, torch.device(device))
     result: Value = converter.convert(value)
     return result
-
-
-def _own_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-    for module in model.modules():
-        for value in vars(module).values():
-            yield from _plain_tensors(value)
-
-
-def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _plain_tensors(item)
-    elif isinstance(value, dict):
-        yield from _plain_tensors(list(value.values()))
 
 
 class _Converter:
@@ -109,38 +88,41 @@ class _Converter:
             return self.done[id(value)][1]
         if isinstance(value, torch.Tensor):
             return self._remember(value, self._fake(value))
+        if isinstance(value, nn.Module):
+            return self._convert_module(value)
+        if next(_tensors(value, set()), None) is None:
+            return self._remember(value, value)
         if isinstance(value, tuple):
-            return self._remember(value, self._rebuilt(value))
-        self._remember(value, value)
-        if isinstance(value, dict):
-            self._convert_items(value, list(value.items()))
-        elif isinstance(value, list):
-            self._convert_items(value, list(enumerate(value)))
-        elif _is_open(value):
-            # Not setattr: nn.Module would register the tensor, a frozen dataclass
-            # would refuse it.
-            self._convert_items(vars(value), list(vars(value).items()))
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for field in dataclasses.fields(value):
-                old = getattr(value, field.name)
-                if (new := self.convert(old)) is not old:
-                    object.__setattr__(value, field.name, new)
-        return value
+            items = [self.convert(item) for item in value]
+            named = hasattr(value, "_fields")
+            return self._remember(
+                value, type(value)(*items) if named else type(value)(items)
+            )
+        result = self._remember(value, copy.copy(value))
+        for key, child in _children(value):
+            if isinstance(value, dict | list):
+                result[key] = self.convert(child)
+            else:
+                # A frozen dataclass refuses setattr.
+                object.__setattr__(result, key, self.convert(child))
+        return result
+
+    def _convert_module(self, module: nn.Module) -> nn.Module:
+        self._remember(module, module)
+        # Not setattr: nn.Module would register a plain tensor attribute as something
+        # else than it was.
+        attributes = vars(module)
+        for name, old in list(attributes.items()):
+            if name in ("_parameters", "_buffers", "_modules"):
+                for key, child in list(old.items()):
+                    old[key] = self.convert(child)
+            else:
+                attributes[name] = self.convert(old)
+        return module
 
     def _remember(self, value: object, result: Any) -> Any:
         self.done[id(value)] = (value, result)
         return result
-
-    def _convert_items(self, container: Any, items: list[tuple[Any, Any]]) -> None:
-        for key, old in items:
-            if (new := self.convert(old)) is not old:
-                container[key] = new
-
-    def _rebuilt(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        items = [self.convert(item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
@@ -181,11 +163,28 @@ class _Converter:
         )
 
 
-def _is_open(value: object) -> bool:
-    """True for objects whose attributes are the model's own and may be replaced."""
-    if isinstance(value, nn.Module):
-        return True
+def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Every tensor that can be reached from `value`."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for _, child in _children(value):
+            yield from _tensors(child, seen)
+
+
+def _children(value: object) -> list[tuple[Any, Any]]:
+    """Keys and values of a container, or names and values of an object's attributes."""
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
     if isinstance(value, type | FunctionType | MethodType | ModuleType):
-        return False
-    package = type(value).__module__.partition(".")[0]
-    return hasattr(value, "__dict__") and package not in _CLOSED_PACKAGES
+        return []
+    if hasattr(value, "__dict__"):
+        package = type(value).__module__.partition(".")[0]
+        return [] if package in _CLOSED_PACKAGES else list(vars(value).items())
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    return []

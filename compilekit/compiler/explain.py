@@ -196,6 +196,8 @@ def explain(
 ) -> ExplainResult:
     """Find every graph break of the configured entries.
 
+    Dynamo's caches in this process are cleared before and after.
+
     Args:
         config: The configuration.
         every_bucket: Analyse all buckets of each entry; otherwise the first, as

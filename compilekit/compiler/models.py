@@ -13,7 +13,6 @@ stay float32 in a bfloat16 model.
 
 from __future__ import annotations
 
-import copy
 import difflib
 import importlib
 import importlib.util
@@ -339,12 +338,11 @@ def _hugging_face_config(config: Config) -> Any:
     location = config.model.source.removeprefix("hf:")
     directory = model_directory(config, location)
     try:
-        if directory is None:
-            hf_config = transformers.AutoConfig.from_pretrained(location)
-        else:
-            hf_config = transformers.AutoConfig.from_pretrained(
-                directory, local_files_only=True
-            )
+        hf_config = transformers.AutoConfig.from_pretrained(
+            directory or location,
+            local_files_only=directory is not None,
+            trust_remote_code=False,
+        )
         return _lay_over(hf_config, config.model.config)
     except FOREIGN_ERRORS as exc:
         raise ConfigError(
@@ -391,7 +389,7 @@ def _hugging_face_class(config: Config, hf_config: Any) -> Any:
             hint='Name the class: [model] class = "BertModel"',
         )
     found = getattr(transformers, name, None)
-    if inspect.isclass(found) and hasattr(found, "from_pretrained"):
+    if inspect.isclass(found) and _constructor(found) is not None:
         return found
     raise ConfigError(
         f"[model] class {name!r}: transformers {transformers.__version__} has no such"
@@ -404,21 +402,29 @@ def _construct_hugging_face(config: Config, device: torch.device) -> nn.Module:
     hf_config = _hugging_face_config(config)
     model_class = _hugging_face_class(config, hf_config)
     dtype = _hugging_face_dtype(config, hf_config)
-    # Auto classes offer it under a public name and call it on the class they choose.
-    # It constructs as from_pretrained does: default dtype, patches, attention choice.
-    # Source: transformers 5.17 and 5.24, modeling_utils.py, _from_config.
-    construct = getattr(model_class, "from_config", None) or model_class._from_config
     try:
         with device:
-            model: nn.Module = construct(copy.deepcopy(hf_config), dtype=dtype)
-            model.tie_weights()  # type: ignore[operator]
+            model: Any = _constructor(model_class)(hf_config, dtype=dtype)
+            model.tie_weights()
     except FOREIGN_ERRORS as exc:
         raise ConfigError(
             f"[model] source {config.model.source!r}: {model_class.__name__} can't be"
             f" constructed: {type(exc).__name__}: {exc}"
         ) from exc
     _keep_in_float32(model, dtype)
-    return model
+    result: nn.Module = model
+    return result
+
+
+def _constructor(model_class: Any) -> Any:
+    """The class method that constructs a model without weights; None if it has none.
+
+    It does what ``from_pretrained`` does: default dtype, patches, attention choice.
+    Auto classes offer it under a public name and call it on the class they choose.
+    Source: transformers 5.17 and 5.24, modeling_utils.py, ``_from_config``.
+    """
+    public = getattr(model_class, "from_config", None)
+    return public or getattr(model_class, "_from_config", None)
 
 
 def _hugging_face_dtype(config: Config, hf_config: Any) -> torch.dtype:
@@ -442,7 +448,8 @@ def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
     if not patterns:
         return
     kept = re.compile("|".join(sorted(patterns)).replace("*", ".*"))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    # Only what a checkpoint holds: other buffers keep what the constructor gave them.
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if kept.search(name) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
 
@@ -451,10 +458,11 @@ def _from_pretrained(config: Config, weights: str) -> nn.Module:
     hf_config = _hugging_face_config(config)
     model_class = _hugging_face_class(config, hf_config)
     dtype = _hugging_face_dtype(config, hf_config)
-    directory = model_directory(config, weights)
+    location = weights.removeprefix("hf:")
+    directory = model_directory(config, location)
     try:
         model, info = model_class.from_pretrained(
-            weights if directory is None else directory,
+            directory or location,
             config=hf_config,
             dtype=dtype,
             output_loading_info=True,
