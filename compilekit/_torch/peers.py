@@ -1,0 +1,208 @@
+"""Private torch names that the start-up benchmark's peers need.
+
+compilekit itself uses none of this: these are the other ways to avoid a compile, set up
+as well as their users could set them up. Checked against torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Loader = Callable[[], Any]
+
+
+def record_kernels(directory: Path) -> None:
+    """Copy every C++ kernel that Inductor compiles from now on, named by its source.
+
+    Mega-cache stores no C++ kernel, so a start from it calls the compiler for each;
+    together with `restore_kernels` it needs none.
+
+    Source: torch 2.11 and 2.13 _inductor/codecache.py, CppCodeCache.load_async.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+
+    def recorded(loader: Loader, digest: str) -> Loader:
+        def load() -> Any:
+            library = loader()
+            # A CPython module has __file__, a ctypes library has _name.
+            built = Path(getattr(library, "__file__", None) or library._name)
+            kept = directory / f"{digest}.so"
+            if not kept.exists():
+                shutil.copyfile(built, kept)
+            return library
+
+        return load
+
+    _wrap_load_async(lambda cls, digest, compile_: recorded(compile_(), digest))
+
+
+def restore_kernels(directory: Path) -> None:
+    """Serve the kernels that `record_kernels` kept; any other one is compiled.
+
+    The key leaves out compiler and flags, so this is only right on a machine with the
+    instruction set of the build.
+
+    Source: torch 2.11 and 2.13 _inductor/codecache.py, CppCodeCache.load_async.
+    """
+
+    def restored(cls: Any, digest: str, compile_: Callable[[], Loader]) -> Loader:
+        kept = directory / f"{digest}.so"
+        if not kept.exists():
+            return compile_()
+        library: list[Any] = []
+
+        def load() -> Any:
+            if not library:
+                library.append(cls._load_library(str(kept), digest))
+            return library[0]
+
+        return load
+
+    _wrap_load_async(restored)
+
+
+def _wrap_load_async(
+    wrapper: Callable[[Any, str, Callable[[], Loader]], Loader],
+) -> None:
+    codecache = importlib.import_module("torch._inductor.codecache")
+    original = codecache.CppCodeCache.load_async.__func__
+
+    def load_async(
+        cls: Any,
+        /,
+        main_code: str,
+        device_type: str = "cpu",
+        submit_fn: Any = None,
+        extra_flags: Sequence[str] = (),
+        optimized_code: str | None = None,
+        **other: Any,  # 2.13: needs_vec_isa, kernel_needs_vec_isa
+    ) -> Loader:
+        parts = (cls.__name__, main_code, device_type, *extra_flags, optimized_code)
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+
+        def compile_() -> Loader:
+            loader: Loader = original(
+                cls,
+                main_code,
+                device_type,
+                submit_fn=submit_fn,
+                extra_flags=extra_flags,
+                optimized_code=optimized_code,
+                **other,
+            )
+            return loader
+
+        return wrapper(cls, digest, compile_)
+
+    codecache.CppCodeCache.load_async = classmethod(load_async)
+
+
+def inductor_options(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A mode's options with the configuration's own laid over them.
+
+    ``torch.compile`` takes a mode or options, not both.
+
+    Source: torch 2.11 and 2.13 _inductor/__init__.py, list_mode_options.
+    """
+    if mode == "default":
+        return dict(options)
+    inductor = importlib.import_module("torch._inductor")
+    return {**inductor.list_mode_options(mode), **options}
+
+
+def package_with_aoti(
+    module: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    path: Path,
+    options: Mapping[str, Any],
+) -> None:
+    """Export one bucket and compile it with AOTInductor, weights left outside.
+
+    Source: torch 2.11 and 2.13 _inductor/__init__.py, aoti_compile_and_package.
+    """
+    inductor = importlib.import_module("torch._inductor")
+    exported = torch.export.export(module, (), dict(kwargs), strict=False)
+    inductor.aoti_compile_and_package(
+        exported,
+        package_path=str(path),
+        inductor_configs={
+            **options,
+            "aot_inductor.package_constants_in_so": False,
+        },
+    )
+
+
+def load_with_aoti(
+    path: Path, weights: Mapping[str, torch.Tensor]
+) -> Callable[..., Any]:
+    """Load a package with AOTInductor's C++ loader and hand it the live weights.
+
+    ``aoti_load_package`` would first probe the compiler for its instruction sets and
+    import the export package; the C++ loader alone does neither, which is AOTInductor
+    at its best. The call specs are parsed once, not per call.
+
+    Args:
+        path: A package that `package_with_aoti` wrote.
+        weights: Every parameter and buffer of the model by name; kept by reference.
+
+    Returns:
+        A function that takes the keyword arguments of the export, in any order.
+
+    Source: torch 2.11 and 2.13 export/pt2_archive/_package.py, AOTICompiledModel.
+    """
+    pytree = torch.utils._pytree
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
+    names = loader.get_constant_fqns()
+    loader.load_constants({name: weights[name] for name in names}, False, True, True)
+    in_text, out_text = loader.get_call_spec()
+    in_spec, out_spec = pytree.treespec_loads(in_text), pytree.treespec_loads(out_text)
+    order = in_spec.children()[1].context
+
+    def call(**kwargs: Any) -> Any:
+        inputs = pytree.tree_leaves(((), {name: kwargs[name] for name in order}))
+        tensors = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+        return pytree.tree_unflatten(loader.boxed_run(tensors), out_spec)
+
+    return call
+
+
+def leaves(value: Any) -> list[Any]:
+    """The leaves of a nested output, in torch's own order.
+
+    Source: torch 2.11 and 2.13 utils/_pytree.py, tree_leaves.
+    """
+    found: list[Any] = torch.utils._pytree.tree_leaves(value)
+    return found
+
+
+def compile_counters() -> dict[str, int]:
+    """Inductor's cache hits, misses and bypasses so far; {} if it was never loaded.
+
+    Source: torch 2.11 and 2.13 _dynamo/utils.py, counters.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return {}
+    return {
+        name: int(count)
+        for group in ("inductor", "aot_autograd")
+        for name, count in utils.counters[group].items()
+        if "cache" in name
+    }
+
+
+def graphs_captured() -> int:
+    """Graphs that Dynamo has captured in this process so far.
+
+    Source: torch 2.11 and 2.13 _dynamo/utils.py, counters["stats"]["unique_graphs"].
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])

@@ -1,0 +1,1 @@
+"""Measurements: start-up against the peers, steady state, and how overhead grows."""

@@ -1,0 +1,137 @@
+"""One process of ``bench steady``: two equal models, their calls interleaved.
+
+Run with ``python -m``; the JSON spec comes on stdin, one JSON line goes to stdout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import _startup_child as child
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..runtime.dispatch import Dispatcher
+    from ..runtime.program import Call
+
+# Calls of each side before any is timed: the first ones compile, bind and allocate.
+_WARM_UP = 5
+# Microseconds each: enough to find one call that nothing interrupted.
+_ALONE_CALLS = 2000
+
+
+@dataclasses.dataclass
+class Watch:
+    """What the programs behind an attached model do.
+
+    Attributes:
+        inside_ms: Time of each program call.
+        outputs: What the last one returned.
+        replay: True = return `outputs` instead of running the program.
+    """
+
+    inside_ms: list[float] = dataclasses.field(default_factory=list)
+    outputs: tuple[torch.Tensor, ...] = ()
+    replay: bool = False
+
+
+def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Time every bucket: ``torch.compile``, the attached model, the program in it."""
+    compiled, attached = child.load(spec), child.load(spec)
+    import torch
+
+    import compilekit
+
+    compilekit.attach(attached.model, Path(spec["artifact"]))
+    with torch.no_grad():
+        # Compiled first, all of it, so that nothing is measured beside a compiler.
+        functions = child.start("cold", compiled, Path())
+        for call, function in zip(compiled.calls, functions, strict=True):
+            function(**call.kwargs)
+        watch = Watch()
+        for method in {call.method for call in attached.calls}:
+            watch_programs(attached.model.__dict__[method], watch)
+        buckets = [
+            _measure_bucket(function, attached, call, spec["pairs"], watch)
+            for call, function in zip(compiled.calls, functions, strict=True)
+        ]
+    return {"buckets": buckets, "environment": child.versions()}
+
+
+def _measure_bucket(
+    compiled: Callable[..., Any],
+    attached: child.Loaded,
+    call: child.Call,
+    pairs: int,
+    watch: Watch,
+) -> dict[str, Any]:
+    from . import steady
+
+    kwargs = call.kwargs
+    program = child.eager(attached, call)
+    sides: dict[str, Callable[[], object]] = {
+        "compiled": lambda: compiled(**kwargs),
+        "program": lambda: program(**kwargs),
+    }
+    for side in sides.values():
+        for _ in range(_WARM_UP):
+            side()
+    wanted = child.tensors(sides["compiled"]())
+    diff = child.max_abs_diff(child.tensors(sides["program"]()), wanted)
+    watch.inside_ms.clear()
+    times = steady.interleave(sides, pairs)
+    dispatch_us = [
+        (whole - inside) * 1e3
+        for whole, inside in zip(times["program"], watch.inside_ms, strict=True)
+    ]
+    watch.replay = True
+    alone_ms = child.fastest_ms(program, kwargs, _ALONE_CALLS)
+    watch.replay = False
+    return {
+        "entry": call.entry,
+        "bucket": call.bucket.name,
+        "compiled_ms": min(times["compiled"]),
+        "compiled_median_ms": statistics.median(times["compiled"]),
+        "program_ms": min(times["program"]),
+        "program_median_ms": statistics.median(times["program"]),
+        "dispatch_us": min(dispatch_us),
+        "dispatch_median_us": statistics.median(dispatch_us),
+        "dispatch_alone_us": alone_ms * 1e3,
+        # As text: JSON has no infinity.
+        "max_abs_diff": str(diff),
+    }
+
+
+def watch_programs(dispatcher: Dispatcher, watch: Watch) -> None:
+    """From now on, note how long the program itself takes within each call.
+
+    Two calls subtracted from each other would drown the dispatcher's microseconds in
+    the noise of a program that runs for milliseconds.
+    """
+
+    def watched(program: Call) -> Call:
+        def call(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            if watch.replay:
+                return watch.outputs
+            started = time.perf_counter()
+            outputs = program(inputs)
+            watch.inside_ms.append(child.elapsed_ms(started))
+            watch.outputs = outputs
+            return outputs
+
+        return call
+
+    for sizes, bound in dispatcher.by_sizes.items():
+        dispatcher.by_sizes[sizes] = dataclasses.replace(
+            bound, call=watched(bound.call)
+        )
+
+
+if __name__ == "__main__":
+    child.answer(measure)

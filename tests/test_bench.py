@@ -1,0 +1,448 @@
+"""`compilekit.bench`: the harness on small models, its arithmetic and its failures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compilekit.bench import growth, startup, steady
+from compilekit.config import Config, load
+from compilekit.errors import ConfigError, ResourceError
+
+MODEL = """\
+import torch
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(16, 32)
+        self.second = torch.nn.Linear(32, 16)
+
+    def forward(self, x):
+        return {"y": self.second(torch.nn.functional.gelu(self.first(x)))}
+
+
+def make():
+    return Small()
+
+
+def broken():
+    raise RuntimeError("no such luck")
+"""
+
+CONFIG = """\
+[model]
+source = "small_bench_model:FACTORY"
+dtype = "float32"
+
+[axes]
+b = [2, 4]
+
+[entries.forward.inputs.x]
+shape = ["b", 16]
+dtype = "float32"
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Callable[[str], Config]:
+    """Writes a two-bucket configuration of a small model with the given factory."""
+
+    def write(factory: str = "make") -> Config:
+        (tmp_path / "small_bench_model.py").write_text(MODEL)
+        path = tmp_path / "compilekit.toml"
+        path.write_text(CONFIG.replace("FACTORY", factory))
+        return load(path)
+
+    return write
+
+
+def start(
+    config: Config,
+    *rows: str,
+    repeat: int = 1,
+    out: Path | None = None,
+    events: list[startup.StartupEvent] | None = None,
+    artifact: Path | None = None,
+    timeout_seconds: float = 600.0,
+) -> startup.StartupResult:
+    """One run on one thread with a fixed seed."""
+    seen: list[startup.StartupEvent] = [] if events is None else events
+    return startup.run(
+        config,
+        artifact=artifact,
+        rows=rows,
+        repeat=repeat,
+        threads=1,
+        weights="",
+        on_event=seen.append,
+        out=out,
+        calls=3,
+        seed=7,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def sample(attach_ms: float, *buckets: tuple[float, float]) -> startup.Sample:
+    """A sample with these (first, steady) milliseconds."""
+    return startup.Sample(
+        repetition=1,
+        position=1,
+        import_torch_ms=1.0,
+        import_code_ms=1.0,
+        model_ms=1.0,
+        attach_ms=attach_ms,
+        attach_phases_ms={},
+        buckets=tuple(
+            startup.BucketSample("forward", f"b{index}", first, steady_ms, 0.0)
+            for index, (first, steady_ms) in enumerate(buckets)
+        ),
+        peak_rss_bytes=2,
+        weights_rss_bytes=1,
+        maxrss_bytes=2,
+        spawned={"g++": 2, "python": 1},
+        counters={},
+        compiler_modules=(),
+        wall_ms=9.0,
+    )
+
+
+def test_ready_and_overhead_follow_their_definitions() -> None:
+    """Ready is attach plus first calls, overhead is that less one steady call each."""
+    found = sample(10.0, (5.0, 1.0), (7.0, 2.0))
+    assert found.ready_ms == 22.0
+    assert found.overhead_ms == 19.0
+    assert found.processes == 3
+
+
+def test_a_spread_is_median_and_range() -> None:
+    """The median is taken over repetitions, and nothing gives nothing."""
+    row = startup.Row("cold", tuple(sample(ms) for ms in (3.0, 1.0, 8.0)))
+    assert row.ready_ms == startup.Spread(3.0, 1.0, 8.0)
+    assert startup.Row("cold", ()).ready_ms is None
+
+
+def test_the_order_of_rows_comes_from_the_seed() -> None:
+    """Every repetition holds every row once, and the same seed gives the same order."""
+    rows = tuple(startup.ROWS)
+    orders = startup._orders(rows, 4, 11)
+    assert orders == startup._orders(rows, 4, 11)
+    assert orders != startup._orders(rows, 4, 12)
+    assert all(sorted(order) == sorted(rows) for order in orders)
+
+
+def test_the_cache_rows_share_one_preparation() -> None:
+    """The three cache rows come out of one compile; a given artifact needs none."""
+    made = startup._preparations(tuple(startup.ROWS), None)
+    assert list(made) == ["caches", "packages", "artifact"]
+    given = startup._preparations(("eager", "compilekit"), Path("artifact"))
+    assert given == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "repeat", "message"),
+    [
+        (("eager", "clod"), 1, "unknown row 'clod'"),
+        ((), 1, "no row"),
+        (("eager", "eager"), 1, "named twice"),
+        (("eager",), 0, "repeat must be at least 1, not 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    small: Callable[..., Config], rows: tuple[str, ...], repeat: int, message: str
+) -> None:
+    """A row that doesn't exist, is missing or doubled, and a zero, are named."""
+    with pytest.raises(ConfigError, match=message):
+        start(small(), *rows, repeat=repeat)
+
+
+def test_a_child_gets_nothing_that_steers_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Variables of torch, OpenMP and compilers are dropped and PATH can be emptied."""
+    for name in ("TORCH_LOGS", "TORCHINDUCTOR_FREEZING", "CXX", "OMP_PROC_BIND"):
+        monkeypatch.setenv(name, "1")
+    found = startup.environment(3, tmp_path, tmp_path / "cache", compiler=False)
+    assert not {"TORCH_LOGS", "TORCHINDUCTOR_FREEZING", "CXX"} & set(found)
+    assert "OMP_PROC_BIND" not in found
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache")
+    assert list(Path(found["PATH"]).iterdir()) == []
+
+
+def test_a_child_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    """A process past its limit is killed and says how long it had."""
+    (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    outcome = startup.spawn("sleeper", {}, variables, 0.5)
+    assert outcome.error == "no result within 0.5 s"
+    assert outcome.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("raise ValueError('what happened')", "ValueError: what happened"),
+        ("raise ValueError('what\\nand what to do')", "ValueError: what"),
+        ("import os; os.write(2, b'one\\ntwo\\n'); os._exit(1)", "two"),
+        ("import os, signal; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("raise SystemExit(3)", "exit code 3, nothing on stderr"),
+    ],
+)
+def test_a_child_that_fails_says_why(tmp_path: Path, code: str, error: str) -> None:
+    """Exception, signal, last line or exit code becomes the row's error."""
+    (tmp_path / "failing.py").write_text(code)
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert startup.spawn("failing", {}, variables, 60).error == error
+
+
+def test_output_that_libraries_print_is_not_the_result(tmp_path: Path) -> None:
+    """A child's result line has a descriptor of its own: prints can't damage it."""
+    (tmp_path / "noisy.py").write_text(
+        "import json, os\n"
+        "from compilekit.bench import _startup_child as child\n"
+        "def reference(spec):\n"
+        "    print('from Python'); os.system('echo from a program')\n"
+        "    return {'ok': 1}\n"
+        "child.reference = reference\n"
+        "child.main()\n"
+    )
+    root = str(Path(startup.__file__).parents[2])
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    outcome = startup.spawn("noisy", {"task": "reference"}, variables, 60)
+    assert outcome.data == {"ok": 1}
+
+
+def test_started_processes_are_counted_by_program() -> None:
+    """The audit hook sees Popen, system, posix_spawn and fork."""
+    code = (
+        "import os, subprocess, sys\n"
+        "from compilekit.bench import _startup_child as child\n"
+        "sys.addaudithook(child._count_processes)\n"
+        "subprocess.run(['/bin/true'])\n"
+        "os.system('true')\n"
+        "os.waitpid(os.posix_spawn('/bin/true', ['true'], {}), 0)\n"
+        "pid = os.fork()\n"
+        "if pid == 0: os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "print(sorted(child._spawned.items()))\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.strip() == "[('os.fork', 1), ('os.system', 1), ('true', 2)]"
+
+
+def test_outputs_that_can_not_be_compared_differ_infinitely() -> None:
+    """Another count, shape, dtype or a NaN is inf, never a small number."""
+    import torch
+
+    from compilekit.bench._startup_child import max_abs_diff
+
+    one = torch.ones(2)
+    assert max_abs_diff([one], [one + 0.5]) == 0.5
+    assert max_abs_diff([one], []) == math.inf
+    assert max_abs_diff([one], [torch.ones(3)]) == math.inf
+    assert max_abs_diff([one], [one.double()]) == math.inf
+    assert max_abs_diff([one * math.nan], [one]) == math.inf
+    assert max_abs_diff([torch.ones(0)], [torch.ones(0)]) == 0.0
+
+
+def test_a_run_reports_every_process_and_writes_strict_json(
+    small: Callable[..., Config], tmp_path: Path
+) -> None:
+    """An eager run: events in order, phases filled in, exact outputs, valid JSON."""
+    events: list[startup.StartupEvent] = []
+    out = tmp_path / "results" / "startup.json"
+    result = start(small(), "eager", out=out, events=events)
+    assert [(e.kind, e.row, e.index, e.count) for e in events] == [
+        ("started", "reference", 1, 2),
+        ("finished", "reference", 1, 2),
+        ("started", "eager", 2, 2),
+        ("finished", "eager", 2, 2),
+    ]
+    assert result.buckets == ("forward/b2", "forward/b4")
+    (found,) = result.row("eager").samples
+    assert found.max_abs_diff == 0.0
+    assert found.attach_ms < found.ready_ms < found.wall_ms
+    assert found.import_torch_ms > 50
+    assert found.peak_rss_bytes >= found.weights_rss_bytes > 0
+    assert found.processes == 0
+    assert found.compiler_modules == ()
+    data = json.loads(out.read_text(), parse_constant=pytest.fail)
+    assert data["schema"] == startup.SCHEMA
+    assert data["seed"] == 7
+    assert data["rows"][0]["samples"][0]["buckets"][0]["bucket"] == "b2"
+    assert data["rows"][0]["over_repetitions"]["ready_ms"]["median"] == found.ready_ms
+    assert not list(out.parent.glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_a_model_that_eager_can_not_run_ends_the_bench(
+    small: Callable[..., Config],
+) -> None:
+    """Without a reference there is nothing to compare: the log's end is shown."""
+    with pytest.raises(ResourceError, match="no such luck"):
+        start(small("broken"), "eager")
+
+
+@pytest.mark.slow
+def test_every_row_starts_and_equals_eager(small: Callable[..., Config]) -> None:
+    """All seven rows run; only those that claim to need a compiler start one."""
+    result = start(small(), *startup.ROWS)
+    assert {row.name: row.error for row in result.rows} == dict.fromkeys(
+        startup.ROWS, ""
+    )
+    for row in result.rows:
+        (found,) = row.samples
+        assert found.max_abs_diff < 1e-5
+        assert bool(found.spawned.get("g++")) == (row.name in ("cold", "moved", "mega"))
+        ships = row.name not in ("eager", "cold")
+        assert (row.shipped_bytes > 0, row.build_seconds is not None) == (ships, ships)
+    assert result.row("compilekit").samples[0].compiler_modules == ()
+    for name in ("moved", "mega", "mega+kernels"):
+        (found,) = result.row(name).samples
+        assert found.counters["fxgraph_cache_hit"] == 2
+    ready = {row.name: row.ready_ms for row in result.rows}
+    assert ready["compilekit"] is not None
+    assert ready["mega+kernels"] is not None
+    assert ready["compilekit"].median < ready["mega+kernels"].median
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_stays_in_the_result(
+    small: Callable[..., Config], tmp_path: Path
+) -> None:
+    """A missing artifact fails its row alone, with the error as its reason."""
+    result = start(
+        small(), "eager", "compilekit", artifact=tmp_path / "not-an-artifact"
+    )
+    row = result.row("compilekit")
+    assert row.samples == ()
+    assert row.error
+    assert "Traceback" in row.log
+    assert result.row("eager").error == ""
+    assert json.dumps(startup.json_safe(result.as_json()))
+
+
+def test_interleaving_alternates_which_side_comes_first() -> None:
+    """Each round starts with another function, and every call is timed."""
+    order: list[str] = []
+    times = steady.interleave(
+        {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3
+    )
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert [len(times["a"]), len(times["b"])] == [3, 3]
+
+
+def test_steady_ratios_are_taken_within_a_process() -> None:
+    """A process that is slow as a whole doesn't move the ratio."""
+
+    def pair(factor: float) -> steady.PairSample:
+        return steady.PairSample(
+            "forward",
+            "b2",
+            compiled_ms=1.0 * factor,
+            compiled_median_ms=1.0 * factor,
+            program_ms=1.01 * factor,
+            program_median_ms=1.01 * factor,
+            dispatch_us=10.0 * factor,
+            dispatch_median_us=12.0 * factor,
+            dispatch_alone_us=8.0 * factor,
+            max_abs_diff=0.0,
+        )
+
+    bucket = steady.SteadyBucket("forward", "b2", (pair(1.0), pair(3.0), pair(1.0)))
+    assert bucket.ratio == pytest.approx(1.01)
+    assert bucket.dispatch_us == pytest.approx(12.0)
+    assert bucket.dispatch_alone_us == pytest.approx(8.0)
+
+
+@pytest.mark.slow
+def test_steady_state_is_measured_against_torch_compile(
+    small: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Two equal models in one process: same outputs, both sides and dispatch timed."""
+    from compilekit.compiler.build import build
+
+    config = small()
+    built = build(config, tmp_path / "artifact", verify=False)
+    assert built.artifact is not None
+    out = tmp_path / "steady.json"
+    result = steady.run(
+        config,
+        artifact=built.artifact,
+        threads=1,
+        weights="",
+        on_event=lambda event: None,
+        out=out,
+        processes=1,
+        pairs=50,
+    )
+    assert [bucket.bucket for bucket in result.buckets] == ["b2", "b4"]
+    for bucket in result.buckets:
+        (found,) = bucket.samples
+        assert found.max_abs_diff < 1e-5
+        assert 0 < found.dispatch_alone_us < found.program_ms * 1e3
+        assert 0 < found.dispatch_us <= found.dispatch_median_us
+    assert json.loads(out.read_text())["schema"] == steady.SCHEMA
+
+
+def test_a_slope_is_the_least_squares_fit() -> None:
+    """A straight line gives its slope; equal xs give none."""
+    assert growth.slope([1, 3, 8], [5.0, 9.0, 19.0]) == pytest.approx(2.0)
+    assert growth.slope([2, 2], [1.0, 5.0]) == 0.0
+
+
+def test_a_growth_line_reads_as_one_sentence() -> None:
+    """The line names what varies, what stays, each median and the slope per unit."""
+    points = tuple(
+        growth.GrowthPoint(
+            value, kernels, 1, startup.Spread(ms, ms, ms), startup.Spread(0, 0, 0)
+        )
+        for value, kernels, ms in ((8, 16, 4.0), (32, 64, 16.0))
+    )
+    assert str(growth.GrowthLine("kernels", "1 bucket", points)) == (
+        "overhead by kernels (1 bucket): 16: 4.0 ms, 64: 16.0 ms; +0.25 ms per kernel"
+    )
+    assert "8: 4.0 ms" in str(growth.GrowthLine("layers", "3 buckets", points))
+
+
+@pytest.mark.parametrize(("kind", "count"), [("qwen2", 4), ("chain", 8)])
+def test_growth_writes_configurations_that_load(
+    tmp_path: Path, kind: str, count: int
+) -> None:
+    """Both kinds of generated configuration pass the strict reader."""
+    config = load(growth._write_config(tmp_path, kind, count, 3))
+    if kind == "qwen2":
+        assert config.model.config == {"num_hidden_layers": 4}
+        assert config.axes["s"] == (64, 128, 256)
+    else:
+        assert config.axes["b"] == (16,)
+
+
+@pytest.mark.slow
+def test_growth_measures_each_point(tmp_path: Path) -> None:
+    """A short kernels line: more blocks bring more kernels, each number is real."""
+    out = tmp_path / "growth.json"
+    result = growth.run(
+        buckets=(),
+        layers=(),
+        kernels=(2, 6),
+        repeat=1,
+        on_event=lambda event: None,
+        out=out,
+    )
+    (line,) = result.lines
+    few, many = line.points
+    assert few.kernels < many.kernels
+    assert all(point.overhead_ms.median > 0 for point in line.points)
+    assert json.loads(out.read_text())["lines"][0]["axis"] == "kernels"
