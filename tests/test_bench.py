@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from compilekit.bench import growth, startup, steady
+from compilekit.bench import __main__ as command
+from compilekit.bench import growth, startup, steady, tables
 from compilekit.config import Config, load
 from compilekit.errors import ConfigError, ResourceError
+
+# torch 2.13 warns about itself when a build imports Inductor into this process.
+quiet_inductor = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)
 
 MODEL = """\
 import torch
@@ -366,6 +372,7 @@ def test_steady_ratios_are_taken_within_a_process() -> None:
     assert bucket.dispatch_alone_us == pytest.approx(8.0)
 
 
+@quiet_inductor
 @pytest.mark.slow
 def test_steady_state_is_measured_against_torch_compile(
     small: Callable[..., Config], tmp_path: Path
@@ -429,6 +436,7 @@ def test_growth_writes_configurations_that_load(
         assert config.axes["b"] == (16,)
 
 
+@quiet_inductor
 @pytest.mark.slow
 def test_growth_measures_each_point(tmp_path: Path) -> None:
     """A short kernels line: more blocks bring more kernels, each number is real."""
@@ -446,3 +454,57 @@ def test_growth_measures_each_point(tmp_path: Path) -> None:
     assert few.kernels < many.kernels
     assert all(point.overhead_ms.median > 0 for point in line.points)
     assert json.loads(out.read_text())["lines"][0]["axis"] == "kernels"
+
+
+def startup_result() -> startup.StartupResult:
+    """A result with one row that ran and one that didn't."""
+    return startup.StartupResult(
+        config="small/compilekit.toml",
+        model="small:make",
+        buckets=("forward/b2",),
+        seed=7,
+        threads=1,
+        repeat=2,
+        calls=3,
+        environment={"cpu": "a processor", "cpus": "2", "torch": "2.13.0"},
+        started_rows=(("cold", "aoti"), ("aoti", "cold")),
+        rows=(
+            startup.Row("cold", (sample(10.0, (5.0, 1.0)), sample(10.0, (7.0, 1.0)))),
+            startup.Row("aoti", (), error="RuntimeError: no export"),
+        ),
+    )
+
+
+def test_tables_show_medians_ranges_and_failures() -> None:
+    """Median with range, the fastest calls, a failed row's reason, and the setting."""
+    shown = tables.markdown(json.loads(json.dumps(startup_result().as_json())))
+    assert (
+        "| cold | 16.0 ms (15.0 ms – 17.0 ms) | 15.0 ms (14.0 ms – 16.0 ms) |" in shown
+    )
+    assert "| aoti | failed: RuntimeError: no export |" in shown
+    assert "| cold | b2 | 5.00 ms | 1.00 ms | 0.0e+00 |" in shown
+    assert shown.endswith(
+        "small/compilekit.toml, 1 bucket, 1 thread, 2 processes per row, seed 7."
+        " a processor (2 CPUs), torch 2.13.0."
+    )
+
+
+def test_results_name_no_path_of_the_machine(small: Callable[..., Config]) -> None:
+    """Of the configuration's path only folder and file are kept."""
+    config = small()
+    assert startup.short_path(config) == f"{config.path.parent.name}/compilekit.toml"
+
+
+def test_the_module_prints_tables_and_short_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -m compilekit.bench`` writes tables to stdout and errors to stderr."""
+    path = tmp_path / "startup.json"
+    startup.write_json(path, startup_result().as_json())
+    assert command.main(["tables", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("| row | ready | overhead |")
+    missing = str(tmp_path / "none.toml")
+    assert command.main(["steady", missing, "artifact"]) == ConfigError.exit_code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "none.toml" in captured.err

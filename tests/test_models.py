@@ -388,7 +388,7 @@ def test_a_sparse_parameter_is_refused(
         model.register_buffer("mask", torch.eye(2, device="cpu").to_sparse())
         return model
 
-    with pytest.raises(ConfigError, match=r"layout torch\.sparse_coo"):
+    with pytest.raises(ConfigError, match="mask is a sparse_coo tensor"):
         models.build_fake(factory(tmp_path, make, monkeypatch))
 
 

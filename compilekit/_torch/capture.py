@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import sys
@@ -14,17 +15,47 @@ import torch
 import torch._dynamo
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
 from torch._dynamo.eval_frame import set_enable_dynamic
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported
+from torch._dynamo.exc import (
+    TensorifyScalarRestartAnalysis,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import (
     AttributeMutationExisting,
     ValueMutationExisting,
 )
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+
+from compilekit._torch.breaks import describe_place, place_in
 
 CaptureRestart = TensorifyScalarRestartAnalysis
-CaptureUnsupported = Unsupported
+CaptureUnsupported = (Unsupported, UserError)
+
+
+class GraphRunError(Exception):
+    """A captured graph can't be run on fake tensors.
+
+    Attributes:
+        operation: What was being run, e.g. ``aten.nonzero.default``.
+        where: The line of user code, or "".
+        data_dependent: True if it asked for the values of a tensor.
+    """
+
+    def __init__(self, operation: str, where: str, data_dependent: bool) -> None:
+        super().__init__(operation, where, data_dependent)
+        self.operation = operation
+        self.where = where
+        self.data_dependent = data_dependent
+
+
+class NumpyArray:
+    """Stands in for an array that Dynamo's bytecode makes of a graph output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +179,54 @@ def _recorded_side_effects(into: list[SideEffect]) -> Iterator[None]:
         yield
 
 
+def operations(capture: Capture) -> int:
+    """How many operations the graph holds."""
+    return sum(node.op.startswith("call_") for node in capture.graph.graph.nodes)
+
+
+def foreign_device(capture: Capture, expected: str) -> tuple[str, str] | None:
+    """Device type and line of the first tensor that isn't on the expected one."""
+    for node in capture.graph.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.device.type != expected:
+            where = describe_place(place_in(node.meta.get("stack_trace") or ""))
+            return value.device.type, where or str(node.target)
+    return None
+
+
 def run_graph(capture: Capture) -> tuple[Any, ...]:
-    """Run the captured graph on its fake inputs; the outputs in graph order."""
+    """Run the captured graph on its fake inputs; the outputs in graph order.
+
+    Raises:
+        GraphRunError: an operation needs values, which fake tensors don't have.
+    """
     # Fake inputs keep the mode they were made in; Dynamo's own mode is another one.
     modes = {t.fake_mode for t in capture.example_inputs if isinstance(t, FakeTensor)}
     mode = modes.pop() if modes else capture.fake_mode
+    interpreter = _Located(capture.graph)
     with torch.no_grad(), mode:
-        return tuple(capture.graph(*capture.example_inputs))
+        try:
+            return tuple(interpreter.run(*capture.example_inputs))
+        except (DataDependentOutputException, DynamicOutputShapeException) as exc:
+            raise GraphRunError(str(exc.func), interpreter.where(), True) from exc
+        except (AttributeError, RuntimeError) as exc:
+            operation = interpreter.operation()
+            raise GraphRunError(operation, interpreter.where(), False) from exc
+
+
+class _Located(torch.fx.Interpreter):
+    """Knows which node it is at."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def operation(self) -> str:
+        target = self._node.target
+        return str(getattr(target, "__name__", target))
+
+    def where(self) -> str:
+        return describe_place(place_in(self._node.meta.get("stack_trace") or ""))
 
 
 def replay(
@@ -166,21 +238,29 @@ def replay(
     """Run Dynamo's bytecode around the graph with stand-in graph outputs.
 
     What comes back is the caller's own output object, in which graph outputs, inputs
-    passed through and constants can be told apart by identity.
+    passed through and constants can be told apart by identity. A graph output that
+    the caller gets as a NumPy array comes back as a `NumpyArray`.
 
     Source: torch/_dynamo/convert_frame.py, GraphRuntimeEnv.forward_callable
-    (2.11, 2.13).
+    and torch/_dynamo/utils.py, to_numpy_helper (2.11, 2.13).
     """
     environment = capture.raw.graph_capture_output.get_runtime_env()
     backend = capture.raw.backend_input
     if backend is None:
         raise ValueError("nothing was captured")
     known = capture.globals
-    extra = {name: known[name] for name in environment.external_refs if name in known}
+    # 2.11 doesn't look for built-ins by itself.
+    scope = {**vars(builtins), **known}
+    extra = {name: scope[name] for name in environment.external_refs if name in scope}
+    # C code that imports a module looks for it in the caller's globals.
+    extra["__builtins__"] = builtins
     call = environment.forward_callable(
         backend.backend_id, lambda *inputs: outputs, extra_globals=extra
     )
-    with torch.no_grad():
+    arrays = mock.patch.object(
+        torch._dynamo.utils, "to_numpy_helper", return_value=NumpyArray()
+    )
+    with torch.no_grad(), arrays:
         return call(*args)
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from compilekit import paths
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -36,7 +38,17 @@ _CLOSED_PACKAGES = frozenset(sys.stdlib_module_names) - {"__main__"} | {"numpy"}
 
 
 class UnfakeableTensorError(TypeError):
-    """A tensor has a layout or class that a plain fake tensor can't stand for."""
+    """A tensor has a layout or class that a plain fake tensor can't stand for.
+
+    Attributes:
+        place: Steps from the value given to `make_fake` down to the tensor.
+        kind: What it is, e.g. ``sparse_coo``.
+    """
+
+    def __init__(self, place: tuple[paths.Step, ...], kind: str) -> None:
+        super().__init__(f"{paths.render(place) or 'it'} is a {kind} tensor")
+        self.place = place
+        self.kind = kind
 
 
 def new_fake_mode() -> FakeTensorMode:
@@ -82,6 +94,7 @@ class _Converter:
         # The original is kept beside its stand-in so that its id isn't used again.
         self.done: dict[int, tuple[object, object]] = {}
         self.storages: dict[int, torch.UntypedStorage] = {}
+        self.place: list[paths.Step] = []
 
     def convert(self, value: Any) -> Any:
         if id(value) in self.done:
@@ -93,7 +106,7 @@ class _Converter:
         if next(_tensors(value, set()), None) is None:
             return self._remember(value, value)
         if isinstance(value, tuple):
-            items = [self.convert(item) for item in value]
+            items = [self._child((i,), item) for i, item in enumerate(value)]
             named = hasattr(value, "_fields")
             return self._remember(
                 value, type(value)(*items) if named else type(value)(items)
@@ -101,10 +114,11 @@ class _Converter:
         result = self._remember(value, copy.copy(value))
         for key, child in _children(value):
             if isinstance(value, dict | list):
-                result[key] = self.convert(child)
+                step = key if isinstance(key, int | str) else str(key)
+                result[key] = self._child((step,), child)
             else:
                 # A frozen dataclass refuses setattr.
-                object.__setattr__(result, key, self.convert(child))
+                object.__setattr__(result, key, self._child(key, child))
         return result
 
     def _convert_module(self, module: nn.Module) -> nn.Module:
@@ -115,10 +129,16 @@ class _Converter:
         for name, old in list(attributes.items()):
             if name in ("_parameters", "_buffers", "_modules"):
                 for key, child in list(old.items()):
-                    old[key] = self.convert(child)
+                    old[key] = self._child(key, child)
             else:
-                attributes[name] = self.convert(old)
+                attributes[name] = self._child(name, old)
         return module
+
+    def _child(self, step: paths.Step, value: Any) -> Any:
+        self.place.append(step)
+        result = self.convert(value)
+        self.place.pop()
+        return result
 
     def _remember(self, value: object, result: Any) -> Any:
         self.done[id(value)] = (value, result)
@@ -127,12 +147,9 @@ class _Converter:
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer)
-        if not plain or tensor.layout is not torch.strided:
-            raise UnfakeableTensorError(
-                f"a {type(tensor).__name__} of layout {tensor.layout} can't be stood"
-                " for by a plain fake tensor"
-            )
+        odd = _oddity(tensor)
+        if odd:
+            raise UnfakeableTensorError(tuple(self.place), odd)
         fake: torch.Tensor = FakeTensor(self.mode, self._on_meta(tensor), self.device)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -161,6 +178,17 @@ class _Converter:
             tensor.size(),
             tensor.stride(),
         )
+
+
+def _oddity(tensor: torch.Tensor) -> str:
+    """What makes a tensor more than its dtype, shape and stride; "" if nothing does."""
+    if tensor.is_quantized:
+        return "quantised"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+    return ""
 
 
 def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:

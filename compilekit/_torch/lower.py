@@ -34,6 +34,10 @@ class CppSource:
     code: str
 
 
+class NothingLowered(Exception):
+    """AOTAutograd left no operation for Inductor."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Lowered:
     """What Inductor made of one graph.
@@ -47,7 +51,7 @@ class Lowered:
         input_count: Graph inputs the program takes.
         output_count: Graph outputs the program returns.
         extra_outputs: Outputs that come before the graph's own (mutations to copy).
-        refusals: What AOTAutograd does outside the program, in plain words.
+        refusals: What AOTAutograd does outside the program → what to do about it.
     """
 
     output_code: str
@@ -57,7 +61,7 @@ class Lowered:
     aligned: frozenset[int]
     input_count: int
     output_count: int
-    refusals: tuple[str, ...]
+    refusals: Mapping[str, str]
 
 
 def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowered:
@@ -95,6 +99,8 @@ def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowe
     if len(inner) != 1:
         raise ValueError(f"expected one Inductor graph, got {len(inner)}")
     graph, code = inner[0]
+    if not any(node.op.startswith("call_") for node in graph.graph.nodes):
+        raise NothingLowered
     nodes = list(graph.graph.nodes)
     return Lowered(
         output_code=code.source_code,
@@ -108,21 +114,30 @@ def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowe
     )
 
 
-def _refusals(metadata: Any, capture: Capture) -> tuple[str, ...]:
-    """What AOTAutograd's wrappers would do around the program.
+def _refusals(metadata: Any, capture: Capture) -> dict[str, str]:
+    """What AOTAutograd's wrappers would do around the program → what to do about it.
 
     Source: torch/_functorch/_aot_autograd/schemas.py, ViewAndMutationMeta (2.11, 2.13).
     """
-    found = []
+    found = {}
     if metadata.tokens:
-        found.append("ordered effects (a print or a custom op with side effects)")
+        effects = ", ".join(sorted({str(token) for token in metadata.tokens}))
+        found[f"ordered side effects ({effects})"] = (
+            "Keep printing and other side effects out of the compiled method."
+        )
     if metadata.traced_tangent_metas or metadata.num_backward_tokens:
-        found.append("a backward graph")
+        found["a backward graph"] = (
+            "A program computes no gradients: leave torch.enable_grad() out."
+        )
     for index, info in enumerate(metadata.input_info):
         if info.mutates_metadata:
-            found.append(f"changed shape or strides of input {capture.sources[index]}")
+            found[f"a new shape or stride for {capture.sources[index]}"] = (
+                "Return the new tensor instead."
+            )
     for index in metadata.mutated_inp_runtime_indices:
-        found.append(f"a write to {capture.sources[index]} outside the graph")
+        found[f"a write to {capture.sources[index]} outside the graph"] = (
+            "Write it in place under torch.no_grad()."
+        )
     known = {
         OutputType.non_alias,
         OutputType.alias_of_input,
@@ -132,12 +147,20 @@ def _refusals(metadata: Any, capture: Capture) -> tuple[str, ...]:
     }
     for info in metadata.output_info:
         if info.output_type not in known:
-            found.append(f"an output of kind {info.output_type.name}")
+            found[f"an output of kind {info.output_type.name}"] = "Return a copy of it."
     if metadata.num_intermediate_bases:
-        found.append("views of intermediates that autograd would track")
+        found["views of intermediates that autograd would track"] = (
+            "Leave torch.enable_grad() out."
+        )
+    if metadata.grad_enabled_mutation is not None:
+        found["a change of grad mode that outlives the call"] = (
+            "Use `with torch.no_grad():` instead of torch.set_grad_enabled."
+        )
     if metadata.is_rng_op_functionalized:
-        found.append("functionalised random numbers")
-    return tuple(found)
+        found["functionalised random numbers"] = (
+            "Unset torch._functorch.config.functionalize_rng_ops."
+        )
+    return found
 
 
 @contextlib.contextmanager

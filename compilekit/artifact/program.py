@@ -57,7 +57,9 @@ class Read:
         path: Place below the model (``config.hidden_act``, ``layers.0.eps``), or
             ``module:NAME`` for a module global.
         kind: ``value`` (equal to `value`), ``type`` (`value` is module:qualname),
-            ``length`` (`value` is a length), ``absent`` (attribute isn't there).
+            ``length`` (`value` is a length), ``keys`` (`value` lists a dict's keys),
+            ``repr`` (`value` is how it prints: a number that JSON can't hold),
+            ``absent`` (attribute isn't there).
         value: What it was, as JSON.
     """
 

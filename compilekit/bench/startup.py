@@ -219,7 +219,8 @@ class StartupResult:
     """One run of ``bench startup``.
 
     Attributes:
-        config: The configuration file's path as it was given.
+        config: The configuration's folder and file; results are published, and a whole
+            path says more about the machine than about the measurement.
         model: The model's source.
         buckets: ``entry/bucket`` in the order they were called.
         seed: Seed of the order of rows; give it again for the same order.
@@ -335,7 +336,7 @@ def run(
                 outcome = narrate(bench, "measure", row, repetition, position=position)
                 measured[row].append(outcome)
         result = StartupResult(
-            config=str(config.path),
+            config=short_path(config),
             model=config.model.source,
             buckets=tuple(reference.data["buckets"]),
             seed=seed,
@@ -352,6 +353,11 @@ def run(
     if out is not None:
         write_json(out, result.as_json())
     return result
+
+
+def short_path(config: Config) -> str:
+    """The configuration's folder and file name."""
+    return "/".join(config.path.resolve().parts[-2:])
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -191,7 +191,7 @@ def run(
                 )
             found.append(outcome.data)
     result = SteadyResult(
-        config=str(config.path),
+        config=startup.short_path(config),
         model=config.model.source,
         threads=threads,
         processes=processes,

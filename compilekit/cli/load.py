@@ -79,7 +79,7 @@ def load(
     misfit = f"artifact {opened.root} doesn't fit this machine"
     warnings = refuse_misfit(misfit, check(opened))
     target = choose_target(opened)
-    attach._check_requirements(required, opened, target)
+    attach.check_requirements(required, opened, target)
     preflight = report(opened, target, warnings, required)
     if not command:
         return preflight

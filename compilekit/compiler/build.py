@@ -407,7 +407,8 @@ def _verified(
     runnable = {
         name
         for name in {bucket.target for bucket in result.buckets}
-        if not targets.missing_features(targets.load_target(name), flags)
+        if (target := targets.load_target(name)).kind == "cpu"
+        and not targets.missing_features(target, flags)
     }
     buckets = [
         bucket

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from compilekit._torch.runtime import storage_id
-from compilekit.compiler.convention import class_name
+from compilekit.runtime.result import class_name
 
 # Absolute and relative tolerance by dtype, where the configuration sets none. Compiled
 # kernels keep intermediates in float32 and sum in another order than eager.
@@ -48,7 +48,7 @@ def compare(
 ) -> Difference:
     """Compare two results of one call, part by part.
 
-    NaN equals NaN. Two outputs that share storage in eager must share it here.
+    NaN equals NaN. `compare_aliases` looks at who shares memory with whom.
     """
     leaves: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     message = _walk(found, expected, "", leaves)
@@ -61,8 +61,6 @@ def compare(
         worst = max(worst, error)
         if wrong:
             messages.append(f"{path or 'the output'}: {wrong}")
-    if not messages:
-        messages = _aliases(leaves)
     return Difference(worst, "; ".join(messages))
 
 
@@ -116,10 +114,12 @@ def _tensor(
         return 0.0, ""
     absolute, relative = tolerance(expected.dtype, atol, rtol)
     have, want = found.detach(), expected.detach()
+    if torch.equal(have, want):
+        return 0.0, ""
     if not (have.is_floating_point() or have.is_complex()):
-        same = bool(torch.equal(have, want))
-        return (0.0, "") if same else (math.inf, "other values")
-    have, want = have.to(torch.complex128), want.to(torch.complex128)
+        return math.inf, "other values"
+    wide = torch.complex128 if have.is_complex() else torch.float64
+    have, want = have.to(wide), want.to(wide)
     nan = torch.isnan(have) & torch.isnan(want)
     equal = nan | (have == want)
     error = torch.where(equal, 0.0, (have - want).abs())
@@ -132,14 +132,31 @@ def _tensor(
     return worst, ""
 
 
+def compare_aliases(found: Any, expected: Any) -> str:
+    """Say which tensors share storage on one side only; "" if none do.
+
+    Args:
+        found: Anything that `compare` takes: give it outputs, arguments and model
+            together, so that an output that is a view of an input is seen.
+        expected: The same of eager's call.
+    """
+    leaves: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    message = _walk(found, expected, "", leaves)
+    return message or "; ".join(_aliases(leaves))
+
+
 def _aliases(leaves: list[tuple[str, torch.Tensor, torch.Tensor]]) -> list[str]:
-    """Pairs of outputs that share storage on one side only."""
+    """Tensors that share storage with an earlier one on one side only."""
     messages = []
-    for index, (path, have, want) in enumerate(leaves):
-        for other, other_have, other_want in leaves[:index]:
-            here = storage_id(have) == storage_id(other_have)
-            there = storage_id(want) == storage_id(other_want)
-            if here != there:
-                word = "share" if there else "don't share"
-                messages.append(f"in eager, {other} and {path} {word} memory")
+    here: dict[int, str] = {}
+    there: dict[int, str] = {}
+    for path, have, want in leaves:
+        first = here.setdefault(storage_id(have), path)
+        expected = there.setdefault(storage_id(want), path)
+        if first != expected:
+            messages.append(
+                f"in eager, {path} shares memory with {expected}"
+                if expected != path
+                else f"in eager, {path} doesn't share memory with {first}"
+            )
     return messages

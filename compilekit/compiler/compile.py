@@ -5,23 +5,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
 import marshal
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from compilekit import paths
 from compilekit._torch import capture as dynamo
+from compilekit._torch.breaks import describe_break, describe_place, place_of_error
 from compilekit._torch.fake import FakeTensor, fake_mode_of
 from compilekit._torch.lower import (
     CppSource,
     Lowered,
+    NothingLowered,
     lower,
     mode_options,
     program_options,
@@ -37,17 +41,19 @@ from compilekit.artifact.program import (
 )
 from compilekit.compiler import convention
 from compilekit.compiler.harvest import HostCode, host_code
-from compilekit.compiler.models import example_kwargs
+from compilekit.compiler.models import FOREIGN_ERRORS, entry_callable, example_kwargs
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import (
     CaptureError,
+    ConfigError,
     GraphBreakError,
     HarvestError,
     UnsupportedByProgramError,
 )
 from compilekit.plan import Bucket
 from compilekit.runtime.code import code_digest, find_codes
-from compilekit.runtime.model import ambient, tensor_spec
+from compilekit.runtime.model import ambient, module_mismatches, tensor_spec
+from compilekit.runtime.result import class_name
 from compilekit.targets import Target
 
 OnStage = Callable[[str, float], None]
@@ -94,14 +100,18 @@ def compile_bucket(
     """
     dynamo.reset()
     began = time.perf_counter()
-    kwargs = example_kwargs(config, entry, bucket, fake=fake_mode_of(model))
+    with _explained("the example call can't be made of fake tensors"):
+        kwargs = example_kwargs(config, entry, bucket, fake=fake_mode_of(model))
+    _refuse_signature(model, entry, kwargs)
     function = convention.entry_function(entry.method)
-    captured = _capture(function, model, kwargs)
-    places = convention.inputs(captured)
-    stand_ins = dynamo.run_graph(captured)
-    before = convention.snapshot(captured, model, kwargs)
-    value = dynamo.replay(captured, function, (model, kwargs), stand_ins)
-    convention.refuse_side_effects(captured, model, kwargs, before)
+    with _ambient_kept():
+        captured = _capture(function, model, kwargs)
+        places = convention.inputs(captured)
+        stand_ins = _run_graph(captured)
+        before = convention.snapshot(captured, model, kwargs)
+        with _explained("Dynamo's own bytecode can't be run around the graph"):
+            value = dynamo.replay(captured, function, (model, kwargs), stand_ins)
+        convention.refuse_side_effects(captured, model, kwargs, before)
     on_stage("capture", time.perf_counter() - began)
 
     began = time.perf_counter()
@@ -111,7 +121,7 @@ def compile_bucket(
         **config.compile.options,
         **program_options(config.compile.threads),
     }
-    lowered = lower(captured, options, target.simd_width)
+    lowered = _lower(captured, options, target)
     _refuse_wrappers(lowered, len(places))
     on_stage("lower", time.perf_counter() - began)
 
@@ -150,42 +160,188 @@ def compile_bucket(
             f"{digest}.safetensors": data for digest, data in constants.values()
         },
     )
+    _refuse_unfit(model, compiled.entry)
     on_stage("harvest", time.perf_counter() - began)
     return compiled
+
+
+def _refuse_signature(
+    model: torch.nn.Module, entry: EntryConfig, kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse arguments that the method doesn't take by name.
+
+    Raises:
+        UnsupportedByProgramError: one of them is positional only, or ``*args``.
+        ConfigError: the method is missing, or takes other arguments.
+    """
+    method = entry_callable(model, entry)
+    function = model.forward if method is model else method
+    signature = inspect.signature(function)
+    name = f"{type(model).__name__}.{entry.method}"
+    for parameter in signature.parameters.values():
+        if parameter.name in kwargs and parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            star = "*" * (parameter.kind is inspect.Parameter.VAR_POSITIONAL)
+            raise UnsupportedByProgramError(
+                f"{name} takes {star}{parameter.name} by position only, and a program's"
+                " inputs have names",
+                hint="Give the method named parameters, or wrap it in one that has.",
+                thing=parameter.name,
+            )
+    taken = ", ".join(signature.parameters)
+    try:
+        signature.bind(**kwargs)
+    except TypeError as exc:
+        raise ConfigError(
+            f"[entries.{entry.name}] doesn't fit {name}({taken}): {exc}",
+            hint="Declare what the call passes in [entries.NAME.inputs] or kwargs.",
+        ) from exc
+
+
+@contextlib.contextmanager
+def _ambient_kept() -> Iterator[None]:
+    """Refuse a call that leaves process-wide state changed, and put it back.
+
+    Raises:
+        UnsupportedByProgramError: names the state.
+    """
+    before = ambient()
+    try:
+        yield
+        after = ambient()
+    finally:
+        torch.set_default_dtype(getattr(torch, before["default_dtype"]))
+        torch.use_deterministic_algorithms(before["deterministic"])
+        torch.set_float32_matmul_precision(before["float32_matmul_precision"])
+    changed = [name for name in before if after[name] != before[name]]
+    if changed:
+        raise UnsupportedByProgramError(
+            f"the call changes process-wide state: {', '.join(changed)}. A program runs"
+            " the graph only, so that change would be lost",
+            hint="Set it at start, before attach.",
+            thing=", ".join(changed),
+        )
 
 
 def _capture(
     function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any]
 ) -> dynamo.Capture:
     try:
-        captured = dynamo.capture_call(function, (model, dict(kwargs)))
+        with _explained("the call can't be traced"):
+            captured = dynamo.capture_call(function, (model, dict(kwargs)))
     except dynamo.CaptureUnsupported as exc:
-        reason = str(exc).strip()
         raise GraphBreakError(
-            f"Dynamo can't hold the call in one graph: {reason}",
+            f"Dynamo can't hold the call in one graph: {describe_break(exc)}",
             hint="`compilekit explain CONFIG` lists every break with its fix.",
-            reason=reason,
+            reason=str(exc).strip(),
         ) from exc
-    if captured is None:
-        raise CaptureError(
-            "the call compiled to nothing: no tensor operation was captured",
-            hint="Is the method right? A forward that torch.compiler.disable covers,"
-            " or that only returns its inputs, has nothing to compile.",
+    if captured is None or not dynamo.operations(captured):
+        raise _nothing_compiled()
+    foreign = dynamo.foreign_device(captured, "cpu")
+    if foreign is not None:
+        raise UnsupportedByProgramError(
+            f"the call uses a tensor on {foreign[0]} ({foreign[1]}), and a program for"
+            " a CPU target has everything on the CPU",
+            hint="Take the device from an input: torch.ones(…, device=x.device).",
+            thing=foreign[0],
         )
     return captured
 
 
+def _nothing_compiled() -> CaptureError:
+    return CaptureError(
+        "the call compiled to nothing: no tensor operation was captured",
+        hint="Is the method right? A forward that torch.compiler.disable covers, or"
+        " that only returns its inputs, has nothing to compile.",
+    )
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn what torch or the model raises into an error that says what failed.
+
+    A graph break passes: it has a class of its own.
+    """
+    try:
+        yield
+    except dynamo.CaptureUnsupported:
+        raise
+    except FOREIGN_ERRORS as exc:
+        place = describe_place(place_of_error(exc))
+        where = f" ({place})" if place else ""
+        summary = _summary(exc)
+        if re.search(r"\bdevices?\b.*\bmeta\b", summary):
+            # Models are made on the meta device; what make_fake found isn't there now.
+            raise UnsupportedByProgramError(
+                f"the call uses a tensor that was made with the model and that isn't"
+                f" below it{where}",
+                hint="A closure or another object holds it: use register_buffer.",
+                thing=place,
+            ) from exc
+        raise CaptureError(
+            f"{what}: {type(exc).__name__}: {summary}{where}",
+            hint="The bucket's log holds the traceback.",
+        ) from exc
+
+
+def _summary(exc: BaseException | None) -> str:
+    """The first lines of a message: torch's go on with advice and developer notes."""
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:400] or "no message"
+
+
+def _run_graph(captured: dynamo.Capture) -> tuple[Any, ...]:
+    """The graph's outputs on its fake inputs.
+
+    Raises:
+        UnsupportedByProgramError: an operation depends on values, or gives an input
+            another shape or storage.
+        CaptureError: an operation can't be run on fake tensors.
+    """
+    before = convention.layouts(captured)
+    try:
+        stand_ins = dynamo.run_graph(captured)
+    except dynamo.GraphRunError as exc:
+        where = f" ({exc.where})" if exc.where else ""
+        if exc.data_dependent:
+            raise UnsupportedByProgramError(
+                f"{exc.operation} makes a size or a Python number out of a tensor's"
+                f" values{where}, and a program has fixed shapes and no numbers",
+                hint="Keep it a tensor of fixed shape: torch.where or a mask instead of"
+                " indexing, padding instead of nonzero, no .item().",
+                thing=exc.operation,
+            ) from exc
+        raise CaptureError(
+            f"{exc.operation}{where} can't be run on fake tensors, so its outputs can't"
+            f" be described: {_summary(exc.__cause__)}",
+            hint="The bucket's log holds the traceback.",
+        ) from exc
+    convention.refuse_reshaped(captured, before)
+    return stand_ins
+
+
+def _lower(
+    captured: dynamo.Capture, options: Mapping[str, Any], target: Target
+) -> Lowered:
+    try:
+        with _explained("Inductor can't compile the graph"):
+            return lower(captured, options, target.simd_width)
+    except NothingLowered as exc:
+        raise _nothing_compiled() from exc
+
+
 def _refuse_wrappers(lowered: Lowered, input_count: int) -> None:
-    refusals = list(lowered.refusals)
+    refusals = dict(lowered.refusals)
     if lowered.input_count != input_count:
-        refusals.append(
-            "inputs that are views of one storage, one of them written"
-            f" ({input_count} inputs became {lowered.input_count})"
+        refusals["inputs that share memory, one of them written"] = (
+            "Pass tensors with memory of their own, or write to a copy."
         )
     if refusals:
         raise UnsupportedByProgramError(
             f"the program route can't carry {'; '.join(refusals)}",
-            hint="Build this model with the cache route instead.",
+            hint=" ".join(dict.fromkeys(refusals.values())),
             thing="; ".join(refusals),
         )
 
@@ -243,6 +399,22 @@ def _inputs(
             zip(places, captured.example_inputs, strict=True)
         )
     )
+
+
+def _refuse_unfit(model: torch.nn.Module, entry: Entry) -> None:
+    """Refuse a model that its own program couldn't be attached to.
+
+    Raises:
+        UnsupportedByProgramError: names the hooks and replaced methods.
+    """
+    found = [f"{m.factor}: {m.here}" for m in module_mismatches(model, entry)]
+    if found:
+        raise UnsupportedByProgramError(
+            f"the model has what attach would refuse: {'; '.join(found)}. A program"
+            " doesn't call submodules",
+            hint="Write it into the submodule's class, or its caller.",
+            thing="; ".join(found),
+        )
 
 
 def _entry(
@@ -310,10 +482,11 @@ def _fixed(entry: EntryConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     for path, value in convention.argument_leaves(kwargs):
         if isinstance(value, torch.Tensor):
             continue
-        if not (value is None or type(value) in (bool, int, float, str)):
+        plain = value is None or type(value) in (bool, int, float, str)
+        if not (plain and convention.is_json(value)):
             raise UnsupportedByProgramError(
-                f"argument {path} is a {convention.class_name(type(value))}, which a"
-                " program can't take",
+                f"argument {path} is a {class_name(type(value))}"
+                f"{f' ({value})' if plain else ''}, which a program can't take",
                 hint="Pass tensors, scalars, and dicts, lists, tuples or dataclasses"
                 " of them.",
                 thing=path,

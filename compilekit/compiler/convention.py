@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,10 +25,11 @@ import torch
 
 from compilekit import paths
 from compilekit._torch import capture as dynamo
-from compilekit._torch.runtime import same_storage
+from compilekit._torch.runtime import same_storage, storage_id
 from compilekit.artifact.program import GraphOutput, Read
 from compilekit.errors import UnsupportedByProgramError
 from compilekit.runtime.model import tensor_spec
+from compilekit.runtime.result import class_name, join
 
 MODEL, ARGUMENTS = "model", "kwargs"
 
@@ -66,10 +69,10 @@ def inputs(capture: dynamo.Capture) -> tuple[Place, ...]:
         place = locate(source)
         if place is None:
             raise UnsupportedByProgramError(
-                f"the graph reads the tensor {_readable(source)}, which is neither"
+                f"the graph reads the tensor {readable(source)}, which is neither"
                 " below the model nor an argument",
                 hint="Register it on the model with register_buffer, or pass it in.",
-                thing=_readable(source),
+                thing=readable(source),
             )
         places.append(place)
     return tuple(places)
@@ -95,19 +98,16 @@ def locate(source: str) -> Place | None:
     return None
 
 
+_REGISTRIES = ("_modules", "_parameters", "_buffers", "__dict__")
+
+
 def _without_registries(steps: tuple[paths.Step, ...]) -> tuple[paths.Step, ...]:
     """``_modules["fc"]`` → ``fc``: registries are only how nn.Module stores it."""
     kept: list[paths.Step] = []
     index = 0
     while index < len(steps):
         step = steps[index]
-        if step in ("_modules", "_parameters", "_buffers") and index + 1 < len(steps):
-            key = steps[index + 1]
-            if isinstance(key, tuple) and isinstance(key[0], str):
-                kept.append(key[0])
-                index += 2
-                continue
-        if step == "__dict__" and index + 1 < len(steps):
+        if step in _REGISTRIES and index + 1 < len(steps):
             key = steps[index + 1]
             if isinstance(key, tuple) and isinstance(key[0], str):
                 kept.append(key[0])
@@ -119,7 +119,10 @@ def _without_registries(steps: tuple[paths.Step, ...]) -> tuple[paths.Step, ...]
 
 
 def _steps(source: str) -> tuple[paths.Step, ...] | None:
-    """The names and keys of an expression made of attributes and subscripts only."""
+    """The names and keys of an expression made of attributes and subscripts only.
+
+    Dynamo writes a method of a class ``dict(type(x).__dict__)["forward"]``.
+    """
     try:
         node: ast.expr = ast.parse(source, mode="eval").body
     except SyntaxError:
@@ -137,6 +140,10 @@ def _steps(source: str) -> tuple[paths.Step, ...] | None:
                 return None
             steps.append((key.value,))
             node = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("type", "dict"):
+            if ast.unparse(node.func) == "type":
+                steps.append("__class__")
+            node = node.args[0]
         elif isinstance(node, ast.Name):
             steps.append(node.id)
             return tuple(reversed(steps))
@@ -144,17 +151,22 @@ def _steps(source: str) -> tuple[paths.Step, ...] | None:
             return None
 
 
-def _readable(source: str) -> str:
-    """A global's source without Dynamo's import aliases."""
+def readable(source: str) -> str:
+    """A Dynamo source as users write it: ``model.state``, ``x``, ``module:TABLE``."""
     steps = _steps(source)
-    if steps is None or steps[0] != "G" or len(steps) < 2:
+    if steps is None or len(steps) < 2:
         return source
-    first = steps[1]
+    root, first, *below = steps
     name = first if isinstance(first, str) else str(first[0])
+    rest = _without_registries(tuple(below))
+    if root == "L" and name == ARGUMENTS and below:
+        keyword, *inner = below
+        word = keyword if isinstance(keyword, str) else str(keyword[0])
+        return paths.render((word, *inner))
     module = module_of_alias(name)
-    if module is None:
-        return paths.render((name, *steps[2:]))
-    return f"{module}:{paths.render(steps[2:])}"
+    if root == "G" and module is not None:
+        return f"{module}:{paths.render(rest)}"
+    return paths.render((name, *rest))
 
 
 def module_of_alias(name: str) -> str | None:
@@ -180,6 +192,41 @@ def _all_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def layouts(capture: dynamo.Capture) -> tuple[Any, ...]:
+    """Where each graph input's elements lie, to be compared by `refuse_reshaped`."""
+    return tuple(
+        (storage_id(tensor), tensor_spec(tensor), int(tensor.storage_offset()))
+        for tensor in capture.example_inputs
+    )
+
+
+def refuse_reshaped(capture: dynamo.Capture, before: tuple[Any, ...]) -> None:
+    """Refuse a graph that gives an input another shape, stride or storage.
+
+    AOTAutograd does this outside the program, or not at all where the graph was run
+    on the same fake tensors before.
+
+    Args:
+        before: `layouts` before the graph was run on its fake inputs.
+    Raises:
+        UnsupportedByProgramError: names the inputs.
+    """
+    changed = [
+        readable(source)
+        for source, old, new in zip(
+            capture.sources, before, layouts(capture), strict=True
+        )
+        if old != new
+    ]
+    if changed:
+        raise UnsupportedByProgramError(
+            f"the call gives {', '.join(changed)} another shape or other storage (t_,"
+            " resize_, set_, .data = …), and a program can only write values",
+            hint="Write values in place (copy_), or return the new tensor.",
+            thing=", ".join(changed),
+        )
+
+
 def outputs(
     capture: dynamo.Capture, stand_ins: tuple[Any, ...], first: int
 ) -> tuple[GraphOutput, ...]:
@@ -198,21 +245,42 @@ def outputs(
                 hint="Return it as a tensor, or compute it from the outputs.",
                 thing=f"graph output {index}",
             )
-        described.append(_output(capture.example_inputs, output, first + index))
+        described.append(_output(capture, output, first + index))
     return tuple(described)
 
 
 def _output(
-    examples: tuple[Any, ...], output: torch.Tensor, position: int
+    capture: dynamo.Capture, output: torch.Tensor, position: int
 ) -> GraphOutput:
-    for index, example in enumerate(examples):
+    for index, example in enumerate(capture.example_inputs):
         if output is example:
             return GraphOutput(tensor_spec(output), "input", index)
-    for index, example in enumerate(examples):
+    for index, example in enumerate(capture.example_inputs):
         if same_storage(output, example):
+            _refuse_reinterpreted(output, example, capture.sources[index])
             offset = int(output.storage_offset()) - int(example.storage_offset())
             return GraphOutput(tensor_spec(output), "view", index, offset)
     return GraphOutput(tensor_spec(output), "program", position)
+
+
+def _refuse_reinterpreted(
+    output: torch.Tensor, base: torch.Tensor, source: str
+) -> None:
+    """A view is rebuilt from shape, stride and offset, which keep what bits mean."""
+    if output.dtype != base.dtype:
+        how = f"as {str(output.dtype).removeprefix('torch.')}"
+    elif output.is_conj() != base.is_conj():
+        how = "conjugated"
+    elif output.is_neg() != base.is_neg():
+        how = "negated"
+    else:
+        return
+    raise UnsupportedByProgramError(
+        f"an output is a view of {readable(source)} read {how}, which a program can't"
+        " put together",
+        hint="Return a copy: .clone() or .resolve_conj().",
+        thing=readable(source),
+    )
 
 
 def result(
@@ -234,8 +302,9 @@ def result(
     places = dict(example_inputs)
     for name, tensor in _all_tensors(model):
         places.setdefault(id(tensor), Place("tensor", name))
-    for path, tensor in argument_tensors(kwargs):
-        places.setdefault(id(tensor), Place("argument", path))
+    for path, part in _argument_parts(kwargs):
+        if isinstance(part, torch.Tensor) or _is_mutable(part):
+            places.setdefault(id(part), Place("argument", path))
 
     def node(item: Any, path: str) -> dict[str, Any]:
         if isinstance(item, torch.Tensor):
@@ -253,17 +322,26 @@ def result(
         if item is None or isinstance(item, (bool, int, float, str)):
             if type(item) not in (type(None), bool, int, float, str):
                 raise _refuse_class(item, path)
+            if not is_json(item):
+                raise UnsupportedByProgramError(
+                    f"output {path or 'value'} is the number {item}, which JSON can't"
+                    " hold",
+                    hint="Return it as a tensor.",
+                    thing=path,
+                )
             return {"kind": "value", "value": item}
+        if id(item) in places:
+            return {"kind": "argument", "path": places[id(item)].path}
         children = _children(item)
         if children is None:
             raise _refuse_class(item, path)
         kind, parts = children
         described: dict[str, Any] = {"kind": kind}
         if kind in ("namedtuple", "dataclass", "mapping"):
-            described["class"] = class_name(type(item))
+            described["class"] = _importable_name(item, path)
         if isinstance(parts, dict):
             described["items"] = [
-                [key, node(part, _join(path, key, kind))] for key, part in parts.items()
+                [key, node(part, join(path, key, kind))] for key, part in parts.items()
             ]
         else:
             described["items"] = [
@@ -274,10 +352,24 @@ def result(
     return node(value, "")
 
 
-def _join(path: str, key: Any, kind: str) -> str:
-    if kind == "dict" and path:
-        return f"{path}[{key!r}]"
-    return f"{path}.{key}" if path else str(key)
+def output_tensors(value: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of an output by its path, as in ``[entries.NAME.outputs]``."""
+    found: dict[str, torch.Tensor] = {}
+
+    def walk(item: Any, path: str) -> None:
+        if isinstance(item, torch.Tensor):
+            found[path] = item
+            return
+        kind, parts = _children(item) or ("", ())
+        if isinstance(parts, dict):
+            for key, part in parts.items():
+                walk(part, join(path, key, kind))
+        else:
+            for index, part in enumerate(parts):
+                walk(part, f"{path}[{index}]")
+
+    walk(value, "")
+    return found
 
 
 def _children(item: Any) -> tuple[str, Any] | None:
@@ -298,15 +390,37 @@ def _children(item: Any) -> tuple[str, Any] | None:
     return None
 
 
-def class_name(cls: type) -> str:
-    """``module:qualname``, importable at load."""
-    return f"{cls.__module__}:{cls.__qualname__}"
+def _is_mutable(item: Any) -> bool:
+    """A container whose identity a caller can see."""
+    return not isinstance(item, tuple) and _children(item) is not None
+
+
+def _importable_name(item: Any, path: str) -> str:
+    """Name of an output's class; refused if it can't be found by that name."""
+    cls = type(item)
+    found: Any = sys.modules.get(cls.__module__)
+    for part in cls.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not cls:
+        raise UnsupportedByProgramError(
+            f"output {path or 'value'} is a {class_name(cls)}, which can't be imported"
+            " by that name where the program is loaded",
+            hint="Define the class at the top of a module.",
+            thing=path,
+            type=class_name(cls),
+        )
+    return class_name(cls)
 
 
 def _refuse_class(item: Any, path: str) -> UnsupportedByProgramError:
     name = class_name(type(item))
     hint = "Return tensors in tuples, lists, dicts, named tuples or dataclasses."
-    if "Cache" in name:
+    if isinstance(item, dynamo.NumpyArray):
+        name = "numpy:ndarray"
+        hint = "Return the tensor, and call .numpy() on what the model returns."
+    elif isinstance(item, dict):
+        name = f"{type(item).__name__} with keys that aren't strings"
+    elif "Cache" in name:
         hint = (
             "Turn the cache off with `kwargs = { use_cache = false }` below the entry."
         )
@@ -325,34 +439,34 @@ def argument_tensors(kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]
 
 def argument_leaves(kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Every value below a call's keyword arguments that isn't a container."""
-    leaves: list[tuple[str, Any]] = []
+    return [(p, v) for p, v in _argument_parts(kwargs) if _children(v) is None]
+
+
+def _argument_parts(kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Every value below a call's keyword arguments, containers first."""
+    found: list[tuple[str, Any]] = []
 
     def walk(item: Any, steps: tuple[paths.Step, ...]) -> None:
-        if isinstance(item, Mapping):
-            for key, part in item.items():
-                walk(part, (*steps, (key,)))
-            return
-        children = _children(item)
-        if children is None:
-            leaves.append((paths.render(steps), item))
-            return
-        kind, parts = children
+        found.append((paths.render(steps), item))
+        kind, parts = _children(item) or ("", ())
         if isinstance(parts, dict):
             for key, part in parts.items():
-                walk(part, (*steps, (key,) if kind == "mapping" else key))
+                by_key = kind in ("dict", "mapping")
+                walk(part, (*steps, (key,) if by_key else key))
         else:
             for index, part in enumerate(parts):
                 walk(part, (*steps, (index,)))
 
     for name, value in kwargs.items():
         walk(value, (name,))
-    return leaves
+    return found
 
 
 _VALUE_GUARDS = frozenset(
     {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH"}
 )
 _LENGTH_GUARDS = frozenset({"SEQUENCE_LENGTH", "LIST_LENGTH", "DICT_LENGTH"})
+_KEY_GUARDS = frozenset({"DICT_KEYS_MATCH"})
 _OUR_FLAGS = frozenset({"training", "_is_full_backward_hook"})
 # Guards here are about torch itself; its version is a factor.
 _TORCH_MODULES = ("torch", "collections", "inspect", "typing", "functools", "math")
@@ -379,8 +493,16 @@ def reads(
         except (AttributeError, KeyError, IndexError, TypeError):
             continue
         if guard.kind in _VALUE_GUARDS and _is_plain(value):
-            read = Read(path, "value", value)
-        elif guard.kind in _LENGTH_GUARDS and hasattr(value, "__len__"):
+            # Infinity and NaN have no JSON; they are kept as they print.
+            read = (
+                Read(path, "value", value)
+                if is_json(value)
+                else Read(path, "repr", repr(value))
+            )
+        elif guard.kind in _KEY_GUARDS and _is_plain(list(value)):
+            # What a loop goes through: the layers of a list of modules, a dict's items.
+            read = Read(path, "keys", list(value))
+        elif guard.kind in _LENGTH_GUARDS and _has_own_length(path, value):
             read = Read(path, "length", len(value))
         elif guard.kind == "TYPE_MATCH" and _names_own_class(path, value):
             read = Read(path, "type", class_name(type(value)))
@@ -388,6 +510,12 @@ def reads(
             continue
         found[(path, read.kind)] = read
     return tuple(found[key] for key in sorted(found))
+
+
+def _has_own_length(path: str, value: Any) -> bool:
+    """False for a module's registry: it grows with each model that a process makes."""
+    registry = path.startswith("module:") and isinstance(value, Mapping)
+    return hasattr(value, "__len__") and not registry
 
 
 def _names_own_class(path: str, value: Any) -> bool:
@@ -398,7 +526,9 @@ def _names_own_class(path: str, value: Any) -> bool:
 def _read_path(steps: tuple[paths.Step, ...]) -> str | None:
     if steps[0] == "L" and steps[1] == (MODEL,):
         below = _without_registries(steps[2:])
-        if not below or below[-1] in _OUR_FLAGS or "__class__" in below:
+        if not below or below[-1] in _OUR_FLAGS:
+            return None
+        if "__class__" in below and not {"__defaults__", "__kwdefaults__"} & {*below}:
             return None
         return paths.render(below)
     if steps[0] == "G" and isinstance(steps[1], tuple):
@@ -407,6 +537,13 @@ def _read_path(steps: tuple[paths.Step, ...]) -> str | None:
             return None
         return f"module:{module}:{paths.render(steps[2:])}"
     return None
+
+
+def is_json(value: Any) -> bool:
+    """False for a number, or a sequence with one, that JSON can't hold."""
+    if isinstance(value, (tuple, list)):
+        return all(map(is_json, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _is_plain(value: Any) -> bool:
@@ -429,22 +566,31 @@ def refuse_side_effects(
         UnsupportedByProgramError: names every object that the call changes.
     """
     after = snapshot(capture, model, kwargs)
-    changed = []
+    changed: list[str] = []
     for effect, old in before.items():
         if after[effect] != old:
-            steps = _steps(effect.source)
-            name = _readable(effect.source)
-            if steps is not None and steps[0] == "L" and len(steps) > 1:
-                name = paths.render((str(steps[1][0]), *_without_registries(steps[2:])))
-            wrote = ", ".join(f"{name}.{attribute}" for attribute in effect.attributes)
-            changed.append(wrote or f"the contents of {name}")
+            changed += _changes(effect, old, after[effect])
     if changed:
         raise UnsupportedByProgramError(
             f"the call changes Python state: {'; '.join(changed)}. A program runs the"
             " graph only, so that change would be lost",
-            hint="Move it out of the compiled method, or keep the state in a buffer.",
+            hint="Move it out of the compiled method, or keep the state in a buffer"
+            " and write that in place (self.state.copy_(new)).",
             thing="; ".join(changed),
         )
+
+
+def _changes(effect: dynamo.SideEffect, old: Any, new: Any) -> list[str]:
+    """What a side effect changed, by name: ``model.calls``, ``model.state``."""
+    name = readable(effect.source)
+    if effect.attributes:
+        dot = "" if name.endswith(":") else "."
+        return [f"{name}{dot}{attribute}" for attribute in effect.attributes]
+    owner, _, registry = name.rpartition(".")
+    if registry in _REGISTRIES:
+        keys = dict.fromkeys(key for key, _ in set(old) ^ set(new))
+        return [f"{owner}.{key}" for key in sorted(keys)]
+    return [f"the contents of {name}"]
 
 
 def snapshot(

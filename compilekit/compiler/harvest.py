@@ -183,12 +183,11 @@ def _used_names(functions: list[ast.FunctionDef]) -> set[str]:
 def _refuse_unknown(used: set[str], known: set[str]) -> None:
     unknown = sorted(used - known)
     if unknown:
-        python = sorted(name for name in unknown if hasattr(builtins, name))
-        note = f" ({', '.join(python)} are Python built-ins)" if python else ""
+        listed = [f"{n} (a built-in)" if hasattr(builtins, n) else n for n in unknown]
         raise UnsupportedByProgramError(
             "the compiled code uses names that the runtime doesn't offer:"
-            f" {', '.join(unknown)}{note}",
-            hint="Build this bucket with the cache route, or keep the op out of it.",
+            f" {', '.join(listed)}",
+            hint="Keep the operation that needs them out of the compiled method.",
             thing=", ".join(unknown),
         )
 

@@ -2,13 +2,14 @@
 
 Lifecycle:
     1. `find_toolchain` looks for the compiler and asks its version.
-    2. `prepare` compiles torch's kernel header once per build.
+    2. `prepare` compiles torch's kernel header, once for many builds (`headers`).
     3. `compile_kernel` turns one source into a stripped shared object.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import sysconfig
 from pathlib import Path
 
 from compilekit._torch.cpp import PREFIX_HEADER, CppFlags, kernel_flags
+from compilekit.compiler.headers import HEADER, find_header, keep_header
 from compilekit.errors import KernelBuildError, ResourceError
 from compilekit.targets import Target
 
@@ -69,25 +71,39 @@ def find_toolchain(target: Target, folder: Path) -> Toolchain:
     )
 
 
-def prepare(toolchain: Toolchain) -> None:
-    """Precompile the header that every kernel includes (about 10 s, once)."""
-    header = toolchain.folder / "prefix.h"
+def prepare(toolchain: Toolchain) -> Path:
+    """Precompile the header that every kernel includes, or find one that was kept."""
+    key = _key(toolchain)
+    kept = find_header(key)
+    if kept is not None:
+        return kept
+    header = toolchain.folder / HEADER
     header.write_text(f"#include <{PREFIX_HEADER}>\n")
+    output = [HEADER, "-o", f"{HEADER}.gch", "-MD", "-MF", "files.d"]
     _run(
         toolchain,
-        ["-x", "c++-header", header.name, "-o", "prefix.h.gch"],
+        ["-x", "c++-header", *output],
         toolchain.folder,
         "torch's kernel header",
     )
+    files = (toolchain.folder / "files.d").read_text(errors="surrogateescape")
+    keep_header(key, toolchain.folder, files)
+    return header
 
 
-def compile_kernel(toolchain: Toolchain, code: str, label: str) -> bytes:
+def _key(toolchain: Toolchain) -> str:
+    command = [toolchain.compiler, toolchain.version, *_flags(toolchain)]
+    return hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
+
+
+def compile_kernel(toolchain: Toolchain, header: Path, code: str, label: str) -> bytes:
     """Compile one kernel to a stripped shared object.
 
     The file name, every path and the build id are kept out of the result, so that the
     same source gives the same bytes wherever it is built.
 
     Args:
+        header: From `prepare`.
         label: Name of the kernel for messages.
     Raises:
         KernelBuildError: the compiler refused it.
@@ -98,7 +114,7 @@ def compile_kernel(toolchain: Toolchain, code: str, label: str) -> bytes:
     _run(
         toolchain,
         [
-            *("-include", "../prefix.h", "kernel.cpp", "-shared", "-o", "kernel.so"),
+            *("-include", str(header), "kernel.cpp", "-shared", "-o", "kernel.so"),
             *toolchain.flags.link,
             "-Wl,--as-needed,--build-id=none,--no-undefined-version",
             "-s",
@@ -111,16 +127,14 @@ def compile_kernel(toolchain: Toolchain, code: str, label: str) -> bytes:
     return library
 
 
-def _run(toolchain: Toolchain, arguments: list[str], cwd: Path, what: str) -> None:
+def _flags(toolchain: Toolchain) -> list[str]:
     # Macros such as TORCH_CHECK write the header's path into the kernel.
     maps = [f"-ffile-prefix-map={d}=include" for d in toolchain.flags.include_dirs]
-    command = [
-        toolchain.compiler,
-        *toolchain.flags.compile,
-        *maps,
-        "-w",
-        *arguments,
-    ]
+    return [*toolchain.flags.compile, *maps, "-w"]
+
+
+def _run(toolchain: Toolchain, arguments: list[str], cwd: Path, what: str) -> None:
+    command = [toolchain.compiler, *_flags(toolchain), *arguments]
     done = subprocess.run(command, cwd=cwd, capture_output=True, check=False, env=None)
     if done.returncode != 0:
         output = (done.stderr + done.stdout).decode("utf-8", errors="replace")

@@ -89,8 +89,9 @@ def build_fake(
         return make_fake(model, mode or new_fake_mode(), device)
     except UnfakeableTensorError as exc:
         raise ConfigError(
-            f"[model] source {config.model.source!r}: {exc}",
-            hint="Models with quantised or sparse weights aren't supported.",
+            f"[model] source {config.model.source!r}: {exc}, and only plain tensors can"
+            " be compiled",
+            hint="Build before it's quantised, pruned or wrapped.",
         ) from exc
 
 
@@ -170,7 +171,13 @@ def example_kwargs(
     try:
         return make_fake(kwargs, fake, device)
     except UnfakeableTensorError as exc:
-        raise ConfigError(f"[entries.{entry.name}] {exc}") from exc
+        # The place's first step is a keyword, not a key of the argument.
+        place = paths.render((str(exc.place[0][0]), *exc.place[1:]))
+        raise ConfigError(
+            f"[entries.{entry.name}] argument {place} is a {exc.kind} tensor, and only"
+            " plain tensors can be compiled",
+            hint="Pass plain ones: .to_dense(), .dequantize(), or a subclass's parts.",
+        ) from exc
 
 
 def torch_dtype(name: str, where: str) -> torch.dtype:

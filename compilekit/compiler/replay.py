@@ -13,7 +13,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from compilekit.buckets import bucket_table
+from compilekit.plan import Bucket
+
+if TYPE_CHECKING:
+    from compilekit.artifact.program import Program
+    from compilekit.compiler.compare import Difference
+    from compilekit.config import Config, EntryConfig
 
 _SPAWNS = (
     "subprocess.Popen",
@@ -42,9 +50,8 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
     from compilekit import config as configuration
     from compilekit.artifact import open_artifact
-    from compilekit.compiler.compare import compare, tolerance
+    from compilekit.compiler.compare import tolerance
     from compilekit.compiler.models import build_real, example_kwargs
-    from compilekit.plan import Bucket
     from compilekit.runtime.attach import attach
 
     config = configuration.load(Path(spec["config"]))
@@ -67,24 +74,18 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     receipt = attach(
         model, artifact, entry=entry.name, require="program", on_uncovered="error"
     )
+    program = artifact.programs[(receipt.target, entry.name, bucket.name)]
+    padded = _padded(entry, bucket, program)
     for seed, threads in enumerate(spec["threads"]):
         torch.set_num_threads(threads)
         kwargs = example_kwargs(config, entry, bucket, seed=seed)
-        twin_kwargs = copy.deepcopy(kwargs)
-        with torch.inference_mode():
-            torch.manual_seed(seed)
-            expected = getattr(twin, entry.method)(**twin_kwargs)
-            torch.manual_seed(seed)
-            found = getattr(model, entry.method)(**kwargs)
-        difference = compare(found, expected, config.verify.atol, config.verify.rtol)
+        difference = _compare_call(model, twin, config, entry, kwargs, seed)
         message = difference.message
-        for what, have, want in (
-            ("arguments", kwargs, twin_kwargs),
-            ("buffers", dict(model.named_buffers()), dict(twin.named_buffers())),
-        ):
-            written = compare(have, want, config.verify.atol, config.verify.rtol)
-            if written.message and not message:
-                message = f"{what} after the call: {written.message}"
+        if padded is not None and not message:
+            kwargs = example_kwargs(config, entry, padded, seed=seed)
+            smaller = _compare_call(model, twin, config, entry, kwargs, seed)
+            if smaller.message:
+                message = f"padded from {padded.name}, {smaller.message}"
         compiles = receipt.compiles + _frames() - frames
         if compiles and not message:
             message = f"{compiles} frames were compiled"
@@ -103,6 +104,60 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _padded(entry: EntryConfig, bucket: Bucket, program: Program) -> Bucket | None:
+    """A call that is padded to the bucket, if there can be one."""
+    table = bucket_table([bucket], entry.inputs)
+    axes = {
+        axis: size if axis in table.exact else max(size - 1, 1)
+        for axis, size in bucket.axes.items()
+    }
+    writes = any(g.mutated and g.kind == "argument" for g in program.inputs)
+    if writes or axes == bucket.axes:
+        return None
+    name = ", ".join(f"{axis} = {size}" for axis, size in axes.items())
+    return Bucket(name, axes)
+
+
+def _compare_call(
+    model: Any,
+    twin: Any,
+    config: Config,
+    entry: EntryConfig,
+    kwargs: dict[str, Any],
+    seed: int,
+) -> Difference:
+    """Call a model and its eager twin, and compare all that a caller can see."""
+    import torch
+
+    from compilekit.compiler.compare import compare, compare_aliases
+
+    atol, rtol = config.verify.atol, config.verify.rtol
+    twin_kwargs = copy.deepcopy(kwargs)
+    with torch.inference_mode():
+        torch.manual_seed(seed)
+        expected = getattr(twin, entry.method)(**twin_kwargs)
+        torch.manual_seed(seed)
+        found = getattr(model, entry.method)(**kwargs)
+    difference = compare(found, expected, atol, rtol)
+    if difference.message:
+        return difference
+    state = {"argument": kwargs, "model": _tensors(model)}
+    twin_state = {"argument": twin_kwargs, "model": _tensors(twin)}
+    message = compare(state, twin_state, atol, rtol).message
+    if message:
+        message = f"after the call, {message}"
+    else:
+        message = compare_aliases(
+            {"output": found, **state}, {"output": expected, **twin_state}
+        )
+    return dataclasses.replace(difference, message=message)
+
+
+def _tensors(model: Any) -> dict[str, Any]:
+    """Every parameter and buffer of a model by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _frames() -> int:

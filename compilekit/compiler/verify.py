@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -165,5 +166,7 @@ def _replay(
 def _last_words(stderr: bytes, code: int) -> str:
     """Why a replay died, from the end of what it printed."""
     lines = stderr.decode("utf-8", errors="replace").strip().splitlines()
-    tail = [line for line in lines if line and not line.startswith(" ")]
-    return f"the replay ended with code {code}: {tail[-1] if tail else 'no message'}"
+    # A traceback's last part: "module.Error: message", perhaps over several lines.
+    starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]+: ", line)]
+    tail = "\n".join(lines[starts[-1] if starts else -1 :])
+    return f"the replay ended with code {code}: {tail or 'no message'}"

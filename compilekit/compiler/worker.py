@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from compilekit import config as configuration
 from compilekit import plan
 from compilekit.artifact import canonical
-from compilekit.artifact.program import KernelRef, to_json
+from compilekit.artifact.program import KernelRef, Program, to_json
 from compilekit.errors import CompilekitError
 from compilekit.events import BuildEvent, to_line
 from compilekit.targets import Target, load_target
@@ -84,6 +84,7 @@ def _compile_all(
 ) -> None:
     from compilekit.compiler import kernels as cpp
     from compilekit.compiler.compile import CompiledBucket, compile_bucket
+    from compilekit.compiler.cuts import check_cuts
     from compilekit.compiler.models import build_fake
 
     toolchain = cpp.find_toolchain(target, scratch / "cpp")
@@ -91,14 +92,14 @@ def _compile_all(
     header = pool.submit(cpp.prepare, toolchain)
     known: dict[str, Future[bytes]] = {}
     pending: list[Pending] = []
+    programs: dict[str, list[Program]] = {}
     model = None
 
     def emit(event: BuildEvent) -> None:
         print(to_line(event), file=events, flush=True)
 
     def compile_source(code: str, label: str) -> bytes:
-        header.result()
-        return cpp.compile_kernel(toolchain, code, label)
+        return cpp.compile_kernel(toolchain, header.result(), code, label)
 
     for index, job in jobs:
         began = time.perf_counter()
@@ -118,9 +119,13 @@ def _compile_all(
             def on_stage(stage: str, seconds: float, about: BuildEvent = about) -> None:
                 emit(replace(about, kind="stage", stage=stage, seconds=seconds))
 
+            entry = config.entries[job.entry]
             compiled: CompiledBucket = compile_bucket(
-                model, config, config.entries[job.entry], job.bucket, target, on_stage
+                model, config, entry, job.bucket, target, on_stage
             )
+            earlier = programs.setdefault(job.entry, [])
+            check_cuts(model, config, entry, compiled.program, earlier)
+            earlier.append(compiled.program)
         except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
             emit(_failed(about, exc, began))
             model = None
@@ -142,7 +147,7 @@ def _compile_all(
 
 def _describe_model(model: Any, path: Path) -> None:
     """Class, parameter dtype and configuration values, for the manifest."""
-    from compilekit.compiler.convention import class_name
+    from compilekit.runtime.result import class_name
 
     dtypes = [parameter.dtype for parameter in model.parameters()]
     as_dict = getattr(getattr(model, "config", None), "to_dict", dict)

@@ -7,13 +7,18 @@ Lifecycle of one start::
     compare   the live model with each entry, all mismatches at once
     load      host code and kernels of every bucket
     bind      the model's methods are replaced; nothing was changed before this line
+
+docs/runtime.md describes policies, requirements and environment variables.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,13 +36,12 @@ from compilekit.errors import (
 )
 from compilekit.runtime.check import check, choose_target, refuse
 from compilekit.runtime.dispatch import Dispatcher
-from compilekit.runtime.model import model_mismatches
+from compilekit.runtime.model import AttachedMethod, model_mismatches
 from compilekit.runtime.program import load_program
 from compilekit.runtime.receipt import Receipt, Route
 
 REQUIREMENTS = ("program", "cache", "verified")
 POLICIES = ("error", "eager", "jit")
-_MARK = "_compilekit_receipt"
 
 
 def attach(
@@ -57,7 +61,7 @@ def attach(
         entry: Only this entry; all of them by default.
         require: ``"program"`` (every call must take a program), ``"verified"`` (a
             verification record must be there), or several; ``COMPILEKIT_REQUIRE``
-            (comma-separated) by default.
+            (comma-separated) by default. ``()`` requires nothing.
         on_uncovered: What happens to a call that no program covers: ``"error"``,
             ``"eager"`` (the model's own method) or ``"jit"`` (``torch.compile``);
             ``COMPILEKIT_ON_UNCOVERED``, then the artifact's own setting by default.
@@ -66,9 +70,12 @@ def attach(
         The receipt; ``receipt.detach()`` undoes it.
     Raises:
         ArtifactError: the artifact is damaged or incomplete.
+        ConfigError: an argument, or a variable in its place, says nothing known.
         MismatchError: machine or model don't fit; all mismatches at once.
         PolicyError: a requirement isn't met.
         AttachError: the model is attached already, or a kernel can't be loaded.
+        ResourceError: the receipt can't be written.
+        In every case the model is as it was.
 
     Example:
         >>> model = BertModel.from_pretrained(folder).eval()
@@ -77,6 +84,8 @@ def attach(
         ...     model(input_ids=ids, attention_mask=mask)
     """
     clock = _Clock()
+    if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
+        _carry_exit_codes()
     required = requirements(require)
     opened = open_required(artifact)
     clock.lap("open")
@@ -84,8 +93,8 @@ def attach(
     warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
     target = choose_target(opened)
     policy = _policy(on_uncovered, opened)
-    _check_requirements(required, opened, target)
-    _check_device(device, model)
+    check_requirements(required, opened, target)
+    _check_device(device)
     entries = _entries(opened, target, entry, model)
     clock.lap("check")
     class_name = opened.manifest.model.class_name
@@ -121,19 +130,27 @@ def attach(
         require=required,
         undo=undo,
     )
-    for item in entries:
-        original = getattr(model, item.method)
-        dispatcher = Dispatcher(
+    lock = threading.RLock()
+    dispatchers = [
+        Dispatcher(
             model,
             item,
             class_name,
             loaded[item.name],
-            _refusal(receipt, item.name, original, policy),
+            _refusal(receipt, item.name, getattr(model, item.method), policy),
+            receipt.note_rebind,
+            lock,
         )
+        for item in entries
+    ]
+    for item, dispatcher in zip(entries, dispatchers, strict=True):
         undo.replace(item.method, dispatcher)
-    model.__dict__[_MARK] = receipt
     clock.lap("bind")
-    receipt.write()
+    try:
+        receipt.write()
+    except CompilekitError:
+        undo()
+        raise
     return receipt
 
 
@@ -151,25 +168,23 @@ class _Clock:
 
 
 class _Undo:
-    """Puts the model's own methods back."""
+    """Puts the model's own methods back, where they are still replaced."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._replaced: dict[str, Any] = {}
+        self._replaced: dict[str, AttachedMethod] = {}
 
-    def replace(self, method: str, value: Any) -> None:
-        self._replaced[method] = self._model.__dict__.get(method)
+    def replace(self, method: str, value: AttachedMethod) -> None:
+        self._replaced[method] = value
         # Straight into the instance: nn.Module.__setattr__ would look for parameters.
         self._model.__dict__[method] = value
 
     def __call__(self) -> None:
-        for method, before in self._replaced.items():
-            if before is None:
-                self._model.__dict__.pop(method, None)
-            else:
-                self._model.__dict__[method] = before
+        for method, value in self._replaced.items():
+            # Whoever replaced the method after us keeps it.
+            if self._model.__dict__.get(method) is value:
+                del self._model.__dict__[method]
         self._replaced.clear()
-        self._model.__dict__.pop(_MARK, None)
 
 
 def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifact:
@@ -230,9 +245,14 @@ def _policy(on_uncovered: str | None, artifact: Artifact) -> str:
     return policy
 
 
-def _check_requirements(
+def check_requirements(
     required: tuple[str, ...], artifact: Artifact, target: str
 ) -> None:
+    """Hold an artifact to what is required of it before anything runs.
+
+    Raises:
+        PolicyError: a requirement isn't met.
+    """
     if "cache" in required:
         raise PolicyError(
             "require = cache, and the artifact carries no caches",
@@ -247,8 +267,8 @@ def _check_requirements(
             )
 
 
-def _check_device(device: str | torch.device | None, model: torch.nn.Module) -> None:
-    if device is not None and torch.device(device).type != "cpu":
+def _check_device(device: str | torch.device | None) -> None:
+    if device is not None and str(device).partition(":")[0] != "cpu":
         raise AttachError(
             f"the artifact has CPU programs only, and device = {device} was asked for",
             hint='Use device = "cpu", or build for the device.',
@@ -261,13 +281,15 @@ def _entries(
     known = tuple(artifact.manifest.entries)
     if only is not None and only not in known:
         raise ConfigError(f"entry: expected one of {', '.join(known)}, found {only}")
-    if _MARK in model.__dict__:
-        raise AttachError(
-            "the model is attached already",
-            hint="Call receipt.detach() first.",
-        )
     chosen = [name for name in known if only in (None, name)]
-    return tuple(artifact.entries[(target, name)] for name in chosen)
+    entries = tuple(artifact.entries[(target, name)] for name in chosen)
+    for item in entries:
+        if isinstance(model.__dict__.get(item.method), AttachedMethod):
+            raise AttachError(
+                f"the model is attached already: {item.method} is a program's",
+                hint="Call receipt.detach() first.",
+            )
+    return entries
 
 
 def _programs(artifact: Artifact, entry: Entry) -> list[Program]:
@@ -281,14 +303,20 @@ def _refusal(
     receipt: Receipt, entry: str, original: Callable[..., Any], policy: str
 ) -> Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]:
     """What to do with an uncovered call, by policy."""
+    strict = "program" in receipt.require
     compiled: list[Callable[..., Any]] = []
 
     def refuse_call(
         error: CompilekitError, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if policy == "error" or "program" in receipt.require:
+        receipt.note_uncovered(entry, error.message, "error" if strict else policy)
+        if policy == "error":
             raise error
-        receipt.note_uncovered(entry, error.message, policy)
+        if strict:
+            raise PolicyError(
+                f"require = program, and a call takes none: {error.message}",
+                hint="Add the missing bucket, or lower the requirement.",
+            ) from error
         if policy == "eager":
             return original(*args, **kwargs)
         if not compiled:
@@ -296,3 +324,30 @@ def _refusal(
         return compiled[0](*args, **kwargs)
 
     return refuse_call
+
+
+def _carry_exit_codes() -> None:
+    """Let a process that ``compilekit load`` started end with an error's exit code.
+
+    Python ends with 1 after any exception that nobody catches; SystemExit from the hook
+    that prints it is the way to another code.
+    """
+    if not isinstance(sys.excepthook, _ExitCodes):
+        sys.excepthook = _ExitCodes(sys.excepthook)
+
+
+class _ExitCodes:
+    """An ``excepthook`` around the one that prints."""
+
+    def __init__(self, printing: Callable[..., Any]) -> None:
+        self._printing = printing
+
+    def __call__(
+        self,
+        kind: type[BaseException],
+        exc: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        self._printing(kind, exc, trace)
+        if isinstance(exc, CompilekitError):
+            raise SystemExit(exc.exit_code)

@@ -4,30 +4,38 @@ One `Dispatcher` per entry replaces the model's method. A call goes through
 
     arguments → axis sizes → bucket → padded tensors → program → outputs → result
 
-and costs tens of microseconds besides the program. What the per-call checks look at:
-autocast and deterministic mode, grad mode, identity of every submodule, parameter and
-buffer, metadata of every tensor the program reads, training flags and forward hooks.
-Anything that moved since attach sends the call through a full comparison with the
-entry, and is bound again or refused by name.
+and costs tens of microseconds besides the program; docs/runtime.md lists what each call
+checks. Anything that moved since attach sends the call through a full comparison with
+the entry (`Watch`), and is bound again or refused by name.
 
 Threads: calls run side by side. Programs that write parameters or buffers take a lock,
-and so does the comparison after a drift.
+and so does the comparison after a change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
+import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, methodcaller
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from compilekit import paths
-from compilekit._torch.runtime import reinterpret, tensor_guard
+from compilekit._torch.runtime import (
+    dict_version,
+    forward_hooks,
+    global_forward_hooks,
+    is_plain,
+    is_tracing,
+    registries,
+    tensor_guard,
+    untraceable,
+)
 from compilekit.artifact.program import (
     Entry,
     GraphOutput,
@@ -38,15 +46,21 @@ from compilekit.artifact.program import (
 from compilekit.buckets import BucketTable, bucket_table, no_bucket_error
 from compilekit.errors import CallRefusedError, CompilekitError, MismatchError
 from compilekit.plan import Bucket
-from compilekit.runtime.model import ModelView, model_mismatches, tensor_spec
+from compilekit.runtime.model import (
+    SCALARS,
+    AttachedMethod,
+    ModelView,
+    model_mismatches,
+    own_method,
+    tensor_spec,
+)
 from compilekit.runtime.program import Call
 from compilekit.runtime.result import Outputs, ResultBuilder, result_builder
 
-_training = attrgetter("training")
-_values = methodcaller("values")
+OnRefusal = Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Argument:
     """One tensor argument, prepared for the check of each call.
 
@@ -69,7 +83,7 @@ class Argument:
     fixed: tuple[tuple[int, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BoundProgram:
     """A program with everything that a call needs looked up.
 
@@ -81,7 +95,9 @@ class BoundProgram:
         outputs: Graph outputs.
         plain: True if every graph output is what the program returns, in order.
         mutated: Graph inputs that the program writes.
-        mutated_arguments: Names of arguments that it writes.
+        writes: Paths of the arguments and of the model's tensors that it writes.
+        live: Arguments that must be passed as they are, because it writes them or
+            returns views of them → what it does.
         build: Makes the caller's output.
     """
 
@@ -92,45 +108,125 @@ class BoundProgram:
     outputs: tuple[GraphOutput, ...]
     plain: bool
     mutated: tuple[int, ...]
-    mutated_arguments: tuple[str, ...]
+    writes: tuple[str, ...]
+    live: Mapping[str, str]
     build: ResultBuilder
 
 
-@dataclasses.dataclass
 class Watch:
-    """What the model looked like when it was last compared with the entry.
+    """What a model looks like, to notice cheaply that it changed.
+
+    Looks at the identity of every parameter, buffer and submodule, at every attribute
+    of every module (training flags and replaced methods among them) and of every
+    object whose attributes the graphs read, at the classes of modules, at forward hooks
+    and at the metadata of every tensor that a program reads. Values of tensors may
+    change, and so may what lies in lists.
+
+    A watch is made before the model is compared with its entry: what changes in
+    between is noticed at the next call.
 
     Attributes:
-        registries: Every module's parameter, buffer and submodule dicts.
-        ids: Identities of everything in them.
         tensors: The tensors that programs read, in the entry's order.
-        plain: (position, path) of those that no registry holds.
-        modules: Every module.
-        hooks: Forward-hook dicts of every submodule.
-        requires_grad: True if any of the tensors does.
-        guards: Inference mode → check of the tensors' metadata.
+        requires_grad: True if any of them does.
     """
 
-    registries: tuple[Mapping[str, Any], ...]
-    ids: list[int]
-    tensors: list[torch.Tensor]
-    plain: tuple[tuple[int, tuple[paths.Step, ...]], ...]
-    modules: tuple[torch.nn.Module, ...]
-    hooks: tuple[Mapping[int, Any], ...]
-    requires_grad: bool
-    guards: dict[bool, Callable[..., bool]]
+    def __init__(self, model: torch.nn.Module, entry: Entry) -> None:
+        view = ModelView(model)
+        self._modules = tuple(dict.fromkeys(view.modules.values()))
+        self._dicts = tuple(_watched_dicts(view, self._modules, entry))
+        self._versions = list(map(dict_version, self._dicts))
+        self._classes = list(map(type, self._modules))
+        hooked = self._modules[1:] if entry.method == "forward" else self._modules
+        self._hooks = (
+            *global_forward_hooks(),
+            *(hooks for module in hooked for hooks in forward_hooks(module)),
+        )
+        self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
+        self.requires_grad = any(
+            isinstance(tensor, torch.Tensor) and tensor.requires_grad
+            for tensor in self.tensors
+        )
+        held = {id(value) for each in self._dicts for value in each.values()}
+        self._unheld = tuple(
+            (tensor, model, paths.parse(path))
+            for path, tensor in zip(entry.tensors, self.tensors, strict=True)
+            if id(tensor) not in held
+        )
+        self._guards: dict[bool, Callable[..., bool]] = {}
+
+    def guard(self) -> None:
+        """Hold the tensors to the metadata they have now; they must all be there."""
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                self._guards[inference] = tensor_guard(self.tensors)
+
+    def changed(self) -> bool:
+        """True if anything moved since."""
+        return (
+            list(map(dict_version, self._dicts)) != self._versions
+            or not self._guards[torch.is_inference_mode_enabled()](*self.tensors)
+            or list(map(type, self._modules)) != self._classes
+            or any(self._hooks)
+            or any(_moved(*item) for item in self._unheld)
+        )
 
 
-class Dispatcher:
+def _moved(
+    tensor: torch.Tensor, model: torch.nn.Module, steps: tuple[paths.Step, ...]
+) -> bool:
+    try:
+        return paths.follow(model, steps) is not tensor
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return True
+
+
+def _watched_dicts(
+    view: ModelView, modules: Sequence[torch.nn.Module], entry: Entry
+) -> Iterator[dict[Any, Any]]:
+    """The dicts that hold what a program depends on, each once."""
+    seen: set[int] = set()
+    owners: list[dict[Any, Any]] = [vars(module) for module in modules]
+    # An empty registry holds nothing a program reads; filling one changes no forward.
+    owners += [each for module in modules for each in registries(module) if each]
+    for read in entry.reads:
+        if read.path.startswith("module:"):
+            continue
+        parent = paths.render(paths.parse(read.path)[:-1])
+        if parent not in view.modules:
+            owners += _attributes(view.get(parent))
+    for owner in owners:
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            yield owner
+
+
+def _attributes(owner: Any) -> list[dict[Any, Any]]:
+    """The dict behind an object (a model's configuration, say) if it has one."""
+    if type(owner) is dict:
+        return [owner]
+    if isinstance(owner, (type, FunctionType, MethodType, ModuleType)):
+        return []
+    found = getattr(owner, "__dict__", None)
+    return [found] if type(found) is dict else []
+
+
+class Dispatcher(AttachedMethod):
     """An entry bound to a live model; calling it runs the right bucket's program.
+
+    A copy of the model (``copy.deepcopy``, pickle) gets its class's own method: it has
+    other tensors, which nothing was bound to.
 
     Args:
         model: The live model; it must fit the entry (`model_mismatches`).
         entry: The calling convention.
-        class_name: The class that was compiled, for the comparison after a drift.
+        class_name: The class that was compiled, for the comparison after a change.
         programs: Every bucket's program and host code.
         on_refusal: What to do with a call that no program covers: called with the
             error and the call's arguments, returns the result (or raises).
+        on_rebind: Called after a changed model was compared and bound again.
+        lock: Taken by programs that write the model; one for all entries of a model.
+    Raises:
+        AttachError: a class of the output can't be imported.
     """
 
     def __init__(
@@ -139,12 +235,17 @@ class Dispatcher:
         entry: Entry,
         class_name: str,
         programs: Mapping[str, tuple[Program, Call]],
-        on_refusal: Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any],
+        on_refusal: OnRefusal,
+        on_rebind: Callable[[], None],
+        lock: threading.RLock,
     ) -> None:
+        # inspect.signature(model.forward) and help() still see the model's own method.
+        functools.update_wrapper(self, own_method(model, entry.method), updated=())
         self.model = model
         self.entry = entry
         self.class_name = class_name
         self.on_refusal = on_refusal
+        self.on_rebind = on_rebind
         self.arguments = tuple(
             _argument(path, rule, entry.axes) for path, rule in entry.inputs.items()
         )
@@ -152,38 +253,48 @@ class Dispatcher:
             p.name for p in entry.signature if p.kind == "positional"
         )
         self.names = frozenset(argument.name for argument in self.arguments)
-        self.defaults = {p.name: p.default for p in entry.signature if not p.required}
         self.fixed = dict(entry.fixed)
+        self.defaults = {
+            p.name: p.default
+            for p in inspect.signature(self).parameters.values()
+            if p.default is not p.empty
+        }
         self.nested_fixed = tuple(
             (paths.parse(path), path, value)
             for path, value in entry.fixed.items()
-            if path not in self.defaults and not path.isidentifier()
+            if len(paths.parse(path)) > 1
         )
-        self.tensor_paths = tuple(entry.tensors)
-        buckets = tuple(
-            Bucket(program.bucket, program.axes) for program, _ in programs.values()
+        self.containers = _containers((*entry.inputs, *entry.fixed))
+        self.positions = {path: i for i, path in enumerate(entry.tensors)}
+        self.table: BucketTable = bucket_table(
+            [_bucket(program, entry.axes) for program, _ in programs.values()],
+            entry.inputs,
         )
-        self.table: BucketTable = bucket_table(buckets, entry.inputs)
         self.programs = {
             name: self._bind(program, call)
             for name, (program, call) in programs.items()
         }
         self.by_sizes = {
-            tuple(bound.bucket.axes[axis] for axis in self.table.axes): bound
-            for bound in self.programs.values()
+            tuple(bound.bucket.axes.values()): bound for bound in self.programs.values()
         }
-        self.lock = threading.RLock()
+        self.lock = lock
         self.serial: contextlib.AbstractContextManager[Any] = (
-            self.lock if entry.mutates_model else contextlib.nullcontext()
+            lock if entry.mutates_model else contextlib.nullcontext()
         )
-        self.watch = self._observe()
+        self.watch = Watch(model, entry)
+        self.watch.guard()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call's bucket; refuse, or hand over, what none covers."""
         try:
             return self._run(args, kwargs)
-        except CompilekitError as error:
-            return self.on_refusal(error, args, kwargs)
+        except CompilekitError as exc:
+            error = exc
+        return self.on_refusal(error, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Built again before the copy's attributes are set, so it finds the class's.
+        return getattr, (self.model, self.entry.method)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         values = self._values(args, kwargs)
@@ -191,28 +302,38 @@ class Dispatcher:
         bound = self.by_sizes.get(sizes)
         exact = bound is not None
         if bound is None:
-            bucket = self.table.choose(sizes)
-            if bucket is None:
-                raise no_bucket_error(self.table, sizes, self.entry.name)
-            bound = self.programs[bucket.name]
-            if bound.mutated_arguments:
-                raise CallRefusedError(
-                    f"{self.entry.name}: the call writes"
-                    f" {', '.join(bound.mutated_arguments)}, so it can't be padded to"
-                    f" bucket {bucket.name}",
-                    hint="Pass exactly a bucket's shape.",
-                )
-        real = [*self._model_tensors(), *self._fitted(tensors, bound, exact)]
+            bound = self._padded_bucket(sizes)
+        live = self._model_tensors()
+        fitted = self._fitted(tensors, bound, values)
+        real = [*live, *fitted]
         inputs = [real[position] for position in bound.order]
         if torch.is_grad_enabled():
             # Operators that write into out= refuse to run with gradients on.
             with torch.no_grad():
-                outputs = self._call(bound, inputs)
+                outputs = self._call(bound, inputs, tensors)
         else:
-            outputs = self._call(bound, inputs)
+            outputs = self._call(bound, inputs, tensors)
         return bound.build(outputs, values, None if exact else sizes)
 
-    def _call(self, bound: BoundProgram, inputs: list[torch.Tensor]) -> Outputs:
+    def _padded_bucket(self, sizes: tuple[int, ...]) -> BoundProgram:
+        bucket = self.table.choose(sizes)
+        if bucket is None:
+            raise no_bucket_error(self.table, sizes, self.entry.name)
+        bound = self.programs[bucket.name]
+        if bound.writes:
+            raise CallRefusedError(
+                f"{self.entry.name}: the call writes {', '.join(bound.writes)}, so it"
+                f" can't be padded to bucket {bucket.name}",
+                hint=self._exact(),
+            )
+        return bound
+
+    def _call(
+        self,
+        bound: BoundProgram,
+        inputs: list[torch.Tensor],
+        tensors: Sequence[torch.Tensor | None],
+    ) -> Outputs:
         """Run the program; graph outputs in graph order."""
         if bound.plain and not bound.mutated:
             return bound.call(inputs)
@@ -223,29 +344,58 @@ class Dispatcher:
             if bound.mutated:
                 written = [kept[index] for index in bound.mutated]
                 torch.autograd.graph.increment_version(written)
-        return returned if bound.plain else _graph_outputs(bound, kept, returned)
+        return (
+            returned if bound.plain else self._outputs(bound, kept, returned, tensors)
+        )
+
+    def _outputs(
+        self,
+        bound: BoundProgram,
+        inputs: list[torch.Tensor],
+        returned: tuple[torch.Tensor, ...],
+        tensors: Sequence[torch.Tensor | None],
+    ) -> Outputs:
+        """Graph outputs that are inputs, or views of inputs, from the live inputs."""
+        outputs = []
+        for output in bound.outputs:
+            if output.source == "program":
+                outputs.append(returned[output.index])
+                continue
+            base = inputs[output.index]
+            if output.source == "view":
+                spec, offset = output.spec, base.storage_offset() + output.offset
+                outputs.append(base.as_strided(spec.shape, spec.stride, offset))
+                continue
+            # The caller's own tensor, not the copy that was padded or made contiguous.
+            position = bound.order[output.index] - len(self.positions)
+            given = tensors[position] if position >= 0 else None
+            outputs.append(base if given is None else given)
+        return outputs
+
+    # --- What a call passes -----------------------------------------------------------
 
     def _values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The call's arguments by name; everything that isn't an input is checked."""
-        values = kwargs
+        if len(args) > len(self.positional):
+            raise CallRefusedError(
+                f"{self.entry.name} takes {len(self.positional)} positional arguments,"
+                f" got {len(args)}"
+            )
+        values = dict(zip(self.positional, args, strict=False))
         if args:
-            if len(args) > len(self.positional):
-                raise CallRefusedError(
-                    f"{self.entry.name} takes {len(self.positional)} positional"
-                    f" arguments, got {len(args)}"
-                )
-            values = dict(zip(self.positional, args, strict=False))
             for name in kwargs:
                 if name in values:
                     raise CallRefusedError(
-                        f"{self.entry.name} got argument {name} twice"
+                        f"{self.entry.name} got argument {name} twice", argument=name
                     )
-            values.update(kwargs)
+        values.update(kwargs)
         for name, value in values.items():
             if name not in self.names:
                 self._check_extra(name, value)
         for steps, path, expected in self.nested_fixed:
             self._check_nested(steps, path, expected, values)
+        for steps, keys in self.containers:
+            self._check_keys(steps, keys, values)
         return values
 
     def _check_extra(self, name: str, value: Any) -> None:
@@ -261,11 +411,11 @@ class Dispatcher:
                 " kwargs, and build again.",
                 argument=name,
             )
-        if type(value) is not type(expected) or value != expected:
+        if not _same(value, expected):
             raise CallRefusedError(
                 f"{self.entry.name}: argument {name} {what} {expected!r}, got"
                 f" {_shown(value)}",
-                hint=f"Leave it out, declare it as an input, or build with"
+                hint="Leave it out, declare it as an input, or build with"
                 f" kwargs = {{ {name} = … }}.",
                 argument=name,
             )
@@ -277,17 +427,31 @@ class Dispatcher:
         expected: Any,
         values: Mapping[str, Any],
     ) -> None:
-        try:
-            found = paths.follow(values[str(steps[0])], steps[1:])
-        except (AttributeError, KeyError, IndexError, TypeError) as exc:
-            raise CallRefusedError(
-                f"{self.entry.name}: nothing at argument {path}, which was built as"
-                f" {expected!r}"
-            ) from exc
-        if type(found) is not type(expected) or found != expected:
+        found = _below(values.get(str(steps[0])), steps[1:])
+        if not _same(found, expected):
             raise CallRefusedError(
                 f"{self.entry.name}: argument {path} was built with {expected!r}, got"
-                f" {_shown(found)}"
+                f" {_shown(found)}",
+                argument=path,
+            )
+
+    def _check_keys(
+        self,
+        steps: tuple[paths.Step, ...],
+        keys: frozenset[int | str],
+        values: Mapping[str, Any],
+    ) -> None:
+        """A dict or list may hold only what the program was built with."""
+        found = _below(values.get(str(steps[0])), steps[1:])
+        have = found if isinstance(found, Mapping) else range(_length(found))
+        unknown = [key for key in have if key not in keys]
+        if unknown:
+            path = paths.render(steps)
+            listed = ", ".join(paths.render((*steps, (key,))) for key in unknown)
+            raise CallRefusedError(
+                f"{self.entry.name} wasn't built with {listed}",
+                hint=f"{path} was built with {sorted(keys, key=str)}.",
+                argument=path,
             )
 
     def _tensors(
@@ -296,10 +460,11 @@ class Dispatcher:
         """Argument tensors in order (None = left out), and the size of each axis."""
         found: list[int | None] = [None] * len(self.table.axes)
         tensors: list[torch.Tensor | None] = []
+        gradients = torch.is_grad_enabled()
         for argument in self.arguments:
             tensor = values.get(argument.name)
             if argument.below:
-                tensor = _below(tensor, argument)
+                tensor = _below(tensor, argument.below)
             if tensor is None:
                 if argument.rule.default is None:
                     raise CallRefusedError(
@@ -316,10 +481,10 @@ class Dispatcher:
                     f" {type(tensor).__name__}",
                     argument=argument.path,
                 )
-            if tensor.dtype != argument.dtype or tensor.device.type != "cpu":
-                raise self._wrong(argument, tensor)
+            if not is_plain(tensor):
+                tensor = self._resolved(argument, tensor)
             shape = tensor.shape
-            if len(shape) != len(argument.rule.shape):
+            if tensor.dtype != argument.dtype or len(shape) != len(argument.rule.shape):
                 raise self._wrong(argument, tensor)
             for dimension, size in argument.fixed:
                 if shape[dimension] != size:
@@ -334,7 +499,15 @@ class Dispatcher:
                         f" {found[position]} in one input and {length} in"
                         f" {argument.path}",
                         hint="Every input must have the same size along an axis.",
+                        argument=argument.path,
                     )
+            if gradients and tensor.requires_grad:
+                raise CallRefusedError(
+                    f"{self.entry.name}: input {argument.path} requires gradients, and"
+                    " a program computes none",
+                    hint="Call it under torch.inference_mode() or torch.no_grad().",
+                    argument=argument.path,
+                )
             tensors.append(tensor)
         for position, known in enumerate(found):
             if known is None:
@@ -343,6 +516,24 @@ class Dispatcher:
                     f" {self.table.axes[position]}"
                 )
         return tensors, tuple(found)  # type: ignore[arg-type]
+
+    def _resolved(self, argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory behind a lazy conjugate or negative; anything else is refused."""
+        if tensor.device.type != "cpu":
+            raise self._wrong(argument, tensor)
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            resolved = tensor.resolve_conj().resolve_neg()
+            if is_plain(resolved) and not any(
+                argument.path in bound.live for bound in self.programs.values()
+            ):
+                return resolved
+        raise CallRefusedError(
+            f"{self.entry.name}: input {argument.path} must be a dense tensor with"
+            f" memory of its own, got {_kind(tensor)}",
+            hint="Pass a plain tensor; call outside torch.func, torch.export and"
+            " tracing.",
+            argument=argument.path,
+        )
 
     def _wrong(self, argument: Argument, tensor: torch.Tensor) -> CallRefusedError:
         shape = ", ".join(map(str, argument.rule.shape))
@@ -356,84 +547,88 @@ class Dispatcher:
         )
 
     def _fitted(
-        self, tensors: list[torch.Tensor | None], bound: BoundProgram, exact: bool
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        bound: BoundProgram,
+        values: dict[str, Any],
     ) -> list[torch.Tensor]:
         """Arguments at the bucket's shape and stride: padded, filled or copied."""
         fitted = []
-        sizes: Mapping[str, int] | None = None
         for argument, tensor, spec in zip(
             self.arguments, tensors, bound.specs, strict=True
         ):
             if tensor is None:
-                if sizes is None:
-                    sizes = self._real_sizes(tensors)
-                shape = [
-                    sizes[s] if isinstance(s, str) else s for s in argument.rule.shape
-                ]
-                tensor = _full(shape, argument.rule.default, argument.dtype)
-            if tuple(tensor.shape) != spec.shape:
-                padded = _full(spec.shape, argument.rule.pad, argument.dtype)
-                region = tuple(slice(0, size) for size in tensor.shape)
-                padded[region] = tensor
-                tensor = padded
-            if tensor.stride() != spec.stride and not _same_stride(tensor, spec):
-                if argument.path in bound.mutated_arguments:
+                tensor = self._filled(argument, tensors)
+                # What the output passes through is found by its whole path.
+                values[argument.path] = tensor
+            padded = tensor.shape != spec.shape
+            if padded or (
+                tensor.stride() != spec.stride and not _same_stride(tensor, spec)
+            ):
+                if argument.path in bound.live:
                     raise CallRefusedError(
-                        f"{self.entry.name}: the call writes {argument.path}, whose"
-                        f" stride must be {list(spec.stride)}, got"
-                        f" {list(tensor.stride())}",
+                        f"{self.entry.name}: the call {bound.live[argument.path]}"
+                        f" {argument.path}, which must be {list(spec.shape)} with"
+                        f" stride {list(spec.stride)}, got {list(tensor.shape)} with"
+                        f" stride {list(tensor.stride())}",
+                        hint=self._exact(),
                         argument=argument.path,
                     )
-                copy = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype)
-                copy.copy_(tensor)
-                tensor = copy
-            if tensor.is_conj() or tensor.is_neg():
-                tensor = tensor.resolve_conj().resolve_neg()
+                tensor = _copied(tensor, spec, argument)
             fitted.append(tensor)
         return fitted
 
-    def _real_sizes(self, tensors: list[torch.Tensor | None]) -> dict[str, int]:
-        return {
-            self.table.axes[position]: tensor.shape[dimension]
-            for argument, tensor in zip(self.arguments, tensors, strict=True)
+    def _filled(
+        self, argument: Argument, tensors: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """A left-out input at the call's own size, full of its default."""
+        sizes = {
+            position: tensor.shape[dimension]
+            for other, tensor in zip(self.arguments, tensors, strict=True)
             if tensor is not None
-            for dimension, position in argument.axes
+            for dimension, position in other.axes
         }
+        shape = list(argument.rule.shape)
+        for dimension, position in argument.axes:
+            shape[dimension] = sizes[position]
+        return torch.full(
+            shape,  # type: ignore[arg-type]
+            argument.rule.default,  # type: ignore[arg-type]
+            dtype=argument.dtype,
+            device="cpu",
+        )
+
+    def _exact(self) -> str:
+        names = ", ".join(bucket.name for bucket in self.table.buckets)
+        return f"Pass exactly a bucket's shape, contiguous. Buckets: {names}."
+
+    # --- The live model ---------------------------------------------------------------
 
     def _model_tensors(self) -> list[torch.Tensor]:
         """The live tensors that programs read, after the checks of each call."""
-        if torch.is_autocast_enabled("cpu") != self.entry.ambient["autocast"]:
+        ambient = self.entry.ambient
+        if torch.is_autocast_enabled("cpu") != ambient["autocast"]:
             raise CallRefusedError(
                 f"{self.entry.name} was built with autocast off, and the call is inside"
                 " an autocast region",
                 hint="Call it outside, or build with the dtype you want.",
             )
-        if (
-            torch.are_deterministic_algorithms_enabled()
-            != self.entry.ambient["deterministic"]
-        ):
+        if torch.are_deterministic_algorithms_enabled() != ambient["deterministic"]:
             raise CallRefusedError(
                 f"{self.entry.name} was built with deterministic algorithms"
-                f" {self.entry.ambient['deterministic']}, the call has the opposite"
+                f" {_on(ambient['deterministic'])}, and they are"
+                f" {_on(not ambient['deterministic'])} now",
+                hint="Call torch.use_deterministic_algorithms as it was at build.",
+            )
+        if is_tracing():
+            raise CallRefusedError(
+                f"{self.entry.name} is being traced, and a program's kernels leave no"
+                " trace",
+                hint="Call receipt.detach() before tracing or exporting the model.",
             )
         watch = self.watch
-        values = itertools.chain.from_iterable(map(_values, watch.registries))
-        drifted = list(map(id, values)) != watch.ids
-        if not drifted and watch.plain:
-            drifted = any(
-                paths.follow(self.model, steps) is not watch.tensors[position]
-                for position, steps in watch.plain
-            )
-        if not drifted and self.entry.training is False:
-            drifted = any(map(_training, watch.modules)) or any(watch.hooks)
-        if not drifted:
-            inference = torch.is_inference_mode_enabled()
-            guard = watch.guards.get(inference)
-            if guard is None:
-                guard = watch.guards[inference] = tensor_guard(watch.tensors)
-            drifted = not guard(*watch.tensors)
-        if drifted:
-            watch = self._compare_again()
+        if watch.changed():
+            watch = self._bind_again()
         if watch.requires_grad and torch.is_grad_enabled():
             raise CallRefusedError(
                 f"{self.entry.name} is called with gradients on, and parameters require"
@@ -443,65 +638,49 @@ class Dispatcher:
             )
         return watch.tensors
 
-    def _compare_again(self) -> Watch:
+    def _bind_again(self) -> Watch:
         """After something moved: compare everything, then bind again or refuse."""
         with self.lock:
-            mismatches = model_mismatches(self.model, self.entry, self.class_name)
-            if mismatches:
-                raise MismatchError(
-                    f"the model changed after attach ({self.entry.name})", mismatches
-                )
-            self.watch = self._observe()
+            while self.watch.changed():
+                watch = Watch(self.model, self.entry)
+                mismatches = model_mismatches(self.model, self.entry, self.class_name)
+                if mismatches:
+                    raise MismatchError(
+                        f"the model changed after attach ({self.entry.name})",
+                        mismatches,
+                        hint="Put it back, or call receipt.detach().",
+                    )
+                watch.guard()
+                self.watch = watch
+                self.on_rebind()
             return self.watch
 
-    def _observe(self) -> Watch:
-        modules = tuple(self.model.modules())
-        registries = tuple(
-            registry
-            for module in modules
-            for registry in (module._parameters, module._buffers, module._modules)
-            if registry
-        )
-        ids = [id(value) for registry in registries for value in registry.values()]
-        view = ModelView(self.model)
-        tensors = [view.get(path) for path in self.tensor_paths]
-        registered = set(ids)
-        return Watch(
-            registries=registries,
-            ids=ids,
-            tensors=tensors,
-            plain=tuple(
-                (position, paths.parse(path))
-                for position, path in enumerate(self.tensor_paths)
-                if id(tensors[position]) not in registered
-            ),
-            modules=modules,
-            hooks=tuple(
-                hooks
-                for module in modules[1:]
-                for hooks in (module._forward_hooks, module._forward_pre_hooks)
-            ),
-            requires_grad=any(tensor.requires_grad for tensor in tensors),
-            guards={},
-        )
+    # --- At attach --------------------------------------------------------------------
 
     def _bind(self, program: Program, call: Call) -> BoundProgram:
-        positions = {path: i for i, path in enumerate(self.tensor_paths)}
-        first = len(self.tensor_paths)
+        first = len(self.positions)
         places = {argument.path: first + i for i, argument in enumerate(self.arguments)}
-        order = tuple(
-            places[graph_input.path]
-            if graph_input.kind == "argument"
-            else positions[graph_input.path]
-            for graph_input in program.inputs
-        )
+        mutated = [graph_input for graph_input in program.inputs if graph_input.mutated]
+        viewed = [
+            program.inputs[output.index]
+            for output in program.outputs
+            if output.source == "view"
+        ]
+        live = {item.path: "returns a view of" for item in viewed}
+        live.update((item.path, "writes") for item in mutated)
         specs = {g.path: g.spec for g in program.inputs if g.spec is not None}
+        bucket = _bucket(program, self.entry.axes)
         return BoundProgram(
-            bucket=Bucket(program.bucket, program.axes),
+            bucket=bucket,
             call=call,
-            order=order,
+            order=tuple(
+                places[graph_input.path]
+                if graph_input.kind == "argument"
+                else self.positions[graph_input.path]
+                for graph_input in program.inputs
+            ),
             specs=tuple(
-                specs.get(argument.path) or _contiguous(argument, program.axes)
+                specs.get(argument.path) or _contiguous(argument.rule, bucket.axes)
                 for argument in self.arguments
             ),
             outputs=program.outputs,
@@ -514,24 +693,24 @@ class Dispatcher:
                 for index, graph_input in enumerate(program.inputs)
                 if graph_input.mutated
             ),
-            mutated_arguments=tuple(
-                graph_input.path
-                for graph_input in program.inputs
-                if graph_input.mutated and graph_input.kind == "argument"
-            ),
+            writes=tuple(item.path for item in mutated),
+            live={path: what for path, what in live.items() if path in places},
             build=result_builder(
-                program.result,
-                self.entry.cuts,
-                self.table.axes,
-                self._argument_value,
-                lambda path: ModelView(self.model).get(path),
+                program.result, self.entry.cuts, self.entry.axes, self.model
             ),
         )
 
-    @staticmethod
-    def _argument_value(values: Mapping[str, Any], path: str) -> Any:
-        steps = paths.parse(path)
-        return paths.follow(values[str(steps[0])], steps[1:])
+
+untraceable(
+    Dispatcher.__call__,
+    "compilekit.attach has put compiled programs in this method's place; call"
+    " receipt.detach() before torch.compile",
+)
+
+
+def _bucket(program: Program, axes: tuple[str, ...]) -> Bucket:
+    # A file's keys are sorted; the order of axes is the entry's.
+    return Bucket(program.bucket, {axis: program.axes[axis] for axis in axes})
 
 
 def _argument(path: str, rule: InputRule, axes: tuple[str, ...]) -> Argument:
@@ -556,28 +735,61 @@ def _argument(path: str, rule: InputRule, axes: tuple[str, ...]) -> Argument:
     )
 
 
-def _below(value: Any, argument: Argument) -> Any:
+def _containers(
+    argument_paths: Sequence[str],
+) -> tuple[tuple[tuple[paths.Step, ...], frozenset[int | str]], ...]:
+    """Every dict and list among the arguments, with the keys it was built with."""
+    found: dict[tuple[paths.Step, ...], set[int | str]] = {}
+    for path in argument_paths:
+        steps = paths.parse(path)
+        for end, step in enumerate(steps):
+            if isinstance(step, tuple):
+                found.setdefault(steps[:end], set()).add(step[0])
+    return tuple((steps, frozenset(keys)) for steps, keys in found.items())
+
+
+def _below(value: Any, steps: tuple[paths.Step, ...]) -> Any:
+    """What lies below an argument; None where nothing does."""
     try:
-        return paths.follow(value, argument.below)
+        return paths.follow(value, steps)
     except (AttributeError, KeyError, IndexError, TypeError):
         return None
 
 
-def _full(
-    shape: Sequence[int], value: bool | int | float | None, dtype: torch.dtype
-) -> torch.Tensor:
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (list, tuple)) else 0
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Identical, or equal scalars of one type: a program holds the value itself."""
+    return value is expected or (
+        type(value) is type(expected)
+        and type(value) in SCALARS
+        and bool(value == expected)
+    )
+
+
+def _copied(tensor: torch.Tensor, spec: TensorSpec, argument: Argument) -> torch.Tensor:
+    """A tensor in new memory of a bucket's shape and stride, padded by the rule."""
+    copy = torch.empty_strided(
+        spec.shape, spec.stride, dtype=argument.dtype, device="cpu"
+    )
+    if tensor.shape == spec.shape:
+        return copy.copy_(tensor)
     # A bucket that would need padding isn't chosen for an input without a pad rule.
-    return torch.full(tuple(shape), 0 if value is None else value, dtype=dtype)
+    copy.fill_(argument.rule.pad or 0)
+    copy[tuple(map(slice, tensor.shape))] = tensor
+    return copy
 
 
-def _contiguous(argument: Argument, axes: Mapping[str, int]) -> TensorSpec:
+def _contiguous(rule: InputRule, axes: Mapping[str, int]) -> TensorSpec:
     """Metadata of an argument that the graph doesn't read."""
-    shape = tuple(axes[s] if isinstance(s, str) else s for s in argument.rule.shape)
+    shape = tuple(axes[s] if isinstance(s, str) else s for s in rule.shape)
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)
         step *= max(size, 1)
-    return TensorSpec(argument.rule.dtype, shape, tuple(reversed(stride)))
+    return TensorSpec(rule.dtype, shape, tuple(reversed(stride)))
 
 
 def _same_stride(tensor: torch.Tensor, spec: TensorSpec) -> bool:
@@ -590,21 +802,18 @@ def _same_stride(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     )
 
 
-def _graph_outputs(
-    bound: BoundProgram, inputs: list[torch.Tensor], returned: tuple[torch.Tensor, ...]
-) -> list[torch.Tensor]:
-    """Graph outputs that are inputs, or views of inputs, made from the live inputs."""
-    outputs = []
-    for output in bound.outputs:
-        if output.source == "program":
-            outputs.append(returned[output.index])
-        elif output.source == "input":
-            outputs.append(inputs[output.index])
-        else:
-            base = inputs[output.index]
-            spec = output.spec
-            outputs.append(reinterpret(base, spec.shape, spec.stride, output.offset))
-    return outputs
+def _kind(tensor: torch.Tensor) -> str:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    return "a lazy or wrapped tensor (conjugated, negated, inside torch.func)"
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
 
 
 def _shown(value: Any) -> str:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 
 from compilekit import paths
-from compilekit.artifact.program import Entry, Read, TensorSpec
+from compilekit._torch.runtime import (
+    forward_hooks,
+    global_forward_hooks,
+    is_plain,
+    operator_schema,
+)
+from compilekit.artifact.program import Entry, Parameter, Read, TensorSpec
 from compilekit.errors import Mismatch
 from compilekit.runtime.code import code_digest, find_codes
 
 MISSING = object()
+SCALARS = (type(None), bool, int, float, str)
+
+
+class AttachedMethod:
+    """What `attach` puts in the place of a model's method."""
 
 
 class ModelView:
@@ -40,19 +54,21 @@ def model_mismatches(
 ) -> tuple[Mismatch, ...]:
     """Everything in which a live model differs from the one that was compiled.
 
-    Covers its class, the metadata of every tensor that a graph reads, tied weights,
-    Python values that capture depended on, traced functions, custom operators, hooks,
-    training mode and ambient state.
+    Covers its class, the method's signature, the metadata of every tensor that a graph
+    reads, tied weights, Python values that capture depended on, traced functions,
+    custom operators, hooks, replaced methods, training mode and ambient state.
     """
     view = ModelView(model)
+    tensors = {path: view.get(path) for path in entry.tensors}
     return (
         *_class(model, class_name),
-        *_tensors(view, entry),
-        *_aliases(view, entry),
+        *_signature(model, entry),
+        *_tensors(tensors, entry),
+        *_aliases(tensors, view, entry),
         *_reads(view, entry),
         *_code(entry),
         *_custom_ops(entry),
-        *_modules(model, entry),
+        *module_mismatches(model, entry),
         *_ambient(entry),
     )
 
@@ -74,6 +90,65 @@ def _class(model: torch.nn.Module, expected: str) -> Iterator[Mismatch]:
         )
 
 
+def own_method(model: torch.nn.Module, name: str) -> Any:
+    """The method that a model's class gives it, whatever stands on the instance.
+
+    None if its class has no such method.
+    """
+    method = getattr(type(model), name, None)
+    bind = getattr(method, "__get__", None)
+    return method if bind is None else bind(model)
+
+
+def signature(method: Any) -> tuple[Parameter, ...]:
+    """Parameters of a bound method, as an entry records them."""
+    parameters = []
+    for parameter in inspect.signature(method).parameters.values():
+        default = parameter.default
+        parameters.append(
+            Parameter(
+                name=parameter.name,
+                kind=_KINDS[parameter.kind],
+                required=default is parameter.empty
+                and parameter.kind
+                not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD),
+                default=default if type(default) in SCALARS else None,
+            )
+        )
+    return tuple(parameters)
+
+
+_KINDS = {
+    inspect.Parameter.POSITIONAL_ONLY: "positional",
+    inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
+    inspect.Parameter.KEYWORD_ONLY: "keyword",
+    inspect.Parameter.VAR_POSITIONAL: "args",
+    inspect.Parameter.VAR_KEYWORD: "kwargs",
+}
+
+
+def _signature(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
+    method = own_method(model, entry.method)
+    found = signature(method) if callable(method) else None
+    if found != entry.signature:
+        yield _mismatch(
+            f"signature of {entry.method}",
+            _listed(entry.signature),
+            "no such method" if found is None else _listed(found),
+            "Arguments that a call leaves out would mean something else.",
+            "Build again with this class.",
+        )
+
+
+def _listed(parameters: tuple[Parameter, ...]) -> str:
+    stars = {"args": "*", "kwargs": "**"}
+    return ", ".join(
+        f"{stars.get(p.kind, '')}{p.name}"
+        + ("" if p.required or p.kind in stars else f"={p.default!r}")
+        for p in parameters
+    )
+
+
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     """Metadata of a live tensor."""
     return TensorSpec(
@@ -84,9 +159,9 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     )
 
 
-def _tensors(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
+def _tensors(tensors: Mapping[str, Any], entry: Entry) -> Iterator[Mismatch]:
     for path, expected in entry.tensors.items():
-        tensor = view.get(path)
+        tensor = tensors[path]
         if not isinstance(tensor, torch.Tensor):
             what = "nothing" if tensor is MISSING else f"a {type(tensor).__name__}"
             yield _mismatch(
@@ -106,6 +181,16 @@ def _tensors(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
                 "Attach before quantising or wrapping it.",
             )
             continue
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested" if tensor.is_nested else str(tensor.layout)
+            yield _mismatch(
+                f"tensor {path}",
+                _describe(expected),
+                f"{layout.removeprefix('torch.')} layout",
+                "The program would read its memory as if it were dense.",
+                "Make it dense (to_dense) before attach.",
+            )
+            continue
         found = tensor_spec(tensor)
         if not _fits(found, expected):
             yield _mismatch(
@@ -114,6 +199,14 @@ def _tensors(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
                 _describe(found),
                 "The program would read it wrongly, without an error.",
                 _tensor_hint(expected, found),
+            )
+        elif not is_plain(tensor):
+            yield _mismatch(
+                f"tensor {path}",
+                "a tensor with memory of its own",
+                "a lazy or wrapped one (conjugated, negated, inside torch.func)",
+                "The program would read its memory as it is.",
+                "Resolve it (resolve_conj, resolve_neg), or call outside torch.func.",
             )
 
 
@@ -125,7 +218,7 @@ def _fits(found: TensorSpec, expected: TensorSpec) -> bool:
     ):
         return False
     # The stride of a dimension of size 1 is never used.
-    return all(
+    return found.stride == expected.stride or all(
         size == 1 or have == want
         for size, have, want in zip(
             found.shape, found.stride, expected.stride, strict=True
@@ -148,7 +241,9 @@ def _describe(spec: TensorSpec) -> str:
     return f"{spec.dtype} {shape} stride {list(spec.stride)} on {spec.device}"
 
 
-def _aliases(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
+def _aliases(
+    tensors: Mapping[str, Any], view: ModelView, entry: Entry
+) -> Iterator[Mismatch]:
     """Tied weights must be tied here, and nothing else may be."""
     built = {path: group for group in entry.aliases for path in group}
     for group in entry.aliases:
@@ -162,8 +257,7 @@ def _aliases(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
                 "Tie them (model.tie_weights()), or build from the untied model.",
             )
     tied: dict[int, list[str]] = {}
-    for path in entry.tensors:
-        tensor = view.get(path)
+    for path, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             tied.setdefault(id(tensor), []).append(path)
     for names in tied.values():
@@ -181,16 +275,12 @@ def _reads(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
     for read in entry.reads:
         value = _read_value(view, read)
         found = _as_read(value, read.kind)
-        expected = read.value
-        if isinstance(expected, list):
-            found = list(found) if isinstance(found, (list, tuple)) else found
-        if found != expected or type(found) is not type(expected):
-            shown = "nothing" if value is MISSING else repr(found)
-            what = {"value": "", "type": "class of ", "length": "length of "}
+        if found != read.value or type(found) is not type(read.value):
+            what = {"type": "class of ", "length": "length of ", "keys": "keys of "}
             yield _mismatch(
                 f"{what.get(read.kind, '')}{read.path}",
-                repr(expected),
-                shown,
+                repr(read.value),
+                "nothing" if value is MISSING else repr(found),
                 "The graph was captured with the first value in it.",
                 "Build again from this model.",
             )
@@ -207,12 +297,23 @@ def _read_value(view: ModelView, read: Read) -> Any:
 
 
 def _as_read(value: Any, kind: str) -> Any:
+    """What of a value was recorded, as JSON gives it back."""
     if value is MISSING:
         return value
     if kind == "type":
         return f"{type(value).__module__}:{type(value).__qualname__}"
+    if kind == "repr":
+        return repr(value)
     if kind == "length":
         return len(value) if hasattr(value, "__len__") else MISSING
+    if kind == "keys":
+        return list(value) if isinstance(value, Mapping) else MISSING
+    return _without_tuples(value)
+
+
+def _without_tuples(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_without_tuples(part) for part in value]
     return value
 
 
@@ -231,20 +332,19 @@ def _code(entry: Entry) -> Iterator[Mismatch]:
 
 def _custom_ops(entry: Entry) -> Iterator[Mismatch]:
     for name, origin in entry.custom_ops.items():
-        namespace, _, operator = name.partition("::")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        module = origin["module"]
+        packet = _operator(name, module)
         if packet is None:
-            module = origin["module"]
             yield _mismatch(
                 f"operator {name}",
                 origin["schema"],
                 "no such operator",
                 "The program calls it.",
-                f"Import {module or 'the library that registers it'} before attach.",
+                f"Make {module} importable here."
+                if module
+                else "Import the library that registers it before attach.",
             )
             continue
-        from compilekit._torch.runtime import operator_schema
-
         found = operator_schema(packet)
         if found != origin["schema"]:
             yield _mismatch(
@@ -256,40 +356,83 @@ def _custom_ops(entry: Entry) -> Iterator[Mismatch]:
             )
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+def _operator(name: str, module: str) -> Any:
+    """A custom operator, its module imported if need be; None if there is none."""
+    namespace, _, operator = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    if packet is None and module:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            return None
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return packet
 
 
-def _modules(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
-    """Hooks, overridden forwards and the training flag of every submodule."""
-    for name, module in model.named_modules():
-        if module.training != entry.training:
-            words = {True: "training", False: "eval"}
-            yield _mismatch(
-                f"mode of {name or 'the model'}",
-                words[entry.training],
-                words[module.training],
-                "Dropout and batch norm behave differently.",
-                f"Call model.{'train' if entry.training else 'eval'}() before attach.",
-            )
-            return
-        if not name:
-            continue
-        if any(getattr(module, hooks) for hooks in _HOOKS):
-            yield _mismatch(
-                f"hooks of {name}",
-                "none",
-                "a forward hook",
-                "A program doesn't call submodules, so the hook would never run.",
-                "Remove it before attach.",
-            )
-        if "forward" in module.__dict__:
-            yield _mismatch(
-                f"forward of {name}",
-                "its class's",
-                "replaced on the instance",
-                "The program holds what its class computes.",
-                "Attach before replacing it.",
-            )
+def module_mismatches(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
+    """Hooks, replaced forwards and the training flag of every module.
+
+    The root's own hooks run around a program as they do around its forward.
+    """
+    modules = dict(model.named_modules())
+    yield from _modes(modules, entry)
+    if any(global_forward_hooks()):
+        yield _hook("every module")
+    for name, module in modules.items():
+        around = not name and entry.method == "forward"
+        if not around and any(forward_hooks(module)):
+            yield _hook(name or "the model")
+        for method in dict.fromkeys(
+            ("forward", entry.method if not name else "forward")
+        ):
+            if _is_replaced(module, method):
+                yield _mismatch(
+                    f"{method} of {name or 'the model'}",
+                    "its class's",
+                    "replaced on the instance",
+                    "The program holds what its class computes.",
+                    "Attach before replacing it.",
+                )
+
+
+def _modes(modules: Mapping[str, torch.nn.Module], entry: Entry) -> Iterator[Mismatch]:
+    """One mismatch for the mode, which is set for all modules at once."""
+    others = [n for n, module in modules.items() if module.training != entry.training]
+    if others:
+        words = {True: "training", False: "eval"}
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        yield _mismatch(
+            f"mode of {others[0] or 'the model'}{more}",
+            words[entry.training],
+            words[not entry.training],
+            "Dropout and batch norm behave differently.",
+            f"Call model.{'train' if entry.training else 'eval'}() before attach.",
+        )
+
+
+def _hook(where: str) -> Mismatch:
+    return _mismatch(
+        f"hooks of {where}",
+        "none",
+        "a forward hook",
+        "A program doesn't call submodules, so the hook would never run.",
+        "Remove it before attach.",
+    )
+
+
+def _is_replaced(module: torch.nn.Module, name: str) -> bool:
+    """True if an instance has a method that neither its class nor `attach` gave it.
+
+    A copy of an attached model has its class's own method on the instance.
+    """
+    method = module.__dict__.get(name)
+    if method is None or isinstance(method, AttachedMethod):
+        return False
+    return not (
+        isinstance(method, MethodType)
+        and method.__self__ is module
+        and method.__func__ is getattr(type(module), name, None)
+    )
 
 
 def _ambient(entry: Entry) -> Iterator[Mismatch]:
@@ -308,8 +451,8 @@ def _ambient(entry: Entry) -> Iterator[Mismatch]:
 _AMBIENT_HINTS = {
     "autocast": "Attach and call outside autocast; build with the dtype you want.",
     "float32_matmul_precision": "Call torch.set_float32_matmul_precision at start.",
-    "deterministic": "Call torch.use_deterministic_algorithms(False).",
-    "default_dtype": "Call torch.set_default_dtype.",
+    "deterministic": "Call torch.use_deterministic_algorithms at start.",
+    "default_dtype": "Call torch.set_default_dtype at start.",
 }
 
 

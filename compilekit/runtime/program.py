@@ -6,10 +6,11 @@ import importlib.util
 import marshal
 import os
 import threading
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import CodeType
-from typing import Any
 
 import torch
 
@@ -23,9 +24,14 @@ from compilekit.artifact.program import Program
 from compilekit.errors import AttachError
 
 Call = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+Kernel = Callable[..., None]
 
-# Kernels by digest: programs, buckets and artifacts share them.
-_kernels: dict[str, Callable[..., None]] = {}
+# By digest: programs, buckets and artifacts share them. An extension module can't be
+# unloaded, so kernels stay; constants go with the last program that uses them.
+_kernels: dict[str, Kernel] = {}
+_constants: weakref.WeakValueDictionary[str, torch.Tensor] = (
+    weakref.WeakValueDictionary()
+)
 _lock = threading.Lock()
 
 
@@ -34,12 +40,15 @@ def load_program(artifact: Artifact, program: Program) -> Call:
 
     Raises:
         AttachError: a kernel can't be loaded.
+        DigestError: a constant's file has changed since the artifact was opened.
     """
     names = output_code_names()
-    for name, kernel in program.kernels.items():
-        names[name] = load_kernel(artifact, kernel.digest)
-    for name, (digest, key) in program.constants.items():
-        names[name] = _constant(artifact, digest, key)
+    kernels = {name: kernel.digest for name, kernel in program.kernels.items()}
+    with _lock:
+        _load_kernels(artifact, kernels.values())
+        names.update((name, _kernels[digest]) for name, digest in kernels.items())
+        for name, (digest, key) in program.constants.items():
+            names[name] = _constant(artifact, digest, key)
     place = f"programs/{program.target}/{program.entry}/{program.bucket}"
     exec(_host_code(artifact, place), names)
     call: Call = names["call"]
@@ -60,48 +69,52 @@ def _host_code(artifact: Artifact, place: str) -> CodeType:
     return compile(source, f"{place}/call.py", "exec", dont_inherit=True)
 
 
-def load_kernel(artifact: Artifact, digest: str) -> Callable[..., None]:
-    """A kernel's function; each digest is loaded once per process.
-
-    Raises:
-        AttachError: the shared object can't be mapped or linked.
-    """
-    with _lock:
-        kernel = _kernels.get(digest)
-        if kernel is None:
-            kernel = _kernels[digest] = _load(artifact, digest)
-        return kernel
+def _load_kernels(artifact: Artifact, digests: Iterable[str]) -> None:
+    """Load what isn't loaded yet; each digest is loaded once per process."""
+    missing = [digest for digest in dict.fromkeys(digests) if digest not in _kernels]
+    if missing:
+        with _pointer_variable():
+            _kernels.update((digest, _load(artifact, digest)) for digest in missing)
 
 
-def _load(artifact: Artifact, digest: str) -> Callable[..., None]:
-    path = str(artifact.path(f"kernels/{digest}.so"))
-    # The part after the last dot picks the init function, PyInit_kernel.
-    name = f"compilekit.kernels.{digest}.kernel"
-    loader = ExtensionFileLoader(name, path)
-    spec = ModuleSpec(name, loader, origin=path)
+@contextmanager
+def _pointer_variable() -> Iterator[None]:
+    """Set what a kernel's module init reads; it isn't needed afterwards."""
     previous = os.environ.get(POINTER_VARIABLE)
     os.environ[POINTER_VARIABLE] = str(tensor_pointer_address())
     try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-    except ImportError as exc:
-        raise AttachError(
-            f"kernel {path} can't be loaded: {exc}",
-            hint="Does it lie on a file system mounted noexec? Move it, or remount.",
-            kernel=digest,
-        ) from exc
+        yield
     finally:
         if previous is None:
             del os.environ[POINTER_VARIABLE]
         else:
             os.environ[POINTER_VARIABLE] = previous
-    function: Callable[..., None] = module.kernel
+
+
+def _load(artifact: Artifact, digest: str) -> Kernel:
+    path = str(artifact.path(f"kernels/{digest}.so"))
+    # The part after the last dot picks the init function, PyInit_kernel.
+    name = f"compilekit.kernels.{digest}.kernel"
+    loader = ExtensionFileLoader(name, path)
+    spec = ModuleSpec(name, loader, origin=path)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        function: Kernel = module.kernel
+    except (ImportError, AttributeError) as exc:
+        raise AttachError(
+            f"kernel {path} can't be loaded: {exc}",
+            hint="Does it lie on a file system mounted noexec? Move it, or remount.",
+            kernel=digest,
+        ) from exc
     return function
 
 
 def _constant(artifact: Artifact, digest: str, key: str) -> torch.Tensor:
-    from safetensors.torch import load
+    tensor: torch.Tensor | None = _constants.get(f"{digest}:{key}")
+    if tensor is None:
+        from safetensors.torch import load
 
-    tensors: Mapping[str, Any] = load(artifact.read(f"constants/{digest}.safetensors"))
-    tensor: torch.Tensor = tensors[key]
+        tensor = load(artifact.read(f"constants/{digest}.safetensors"))[key]
+        _constants[f"{digest}:{key}"] = tensor
     return tensor

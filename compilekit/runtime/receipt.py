@@ -10,7 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from compilekit._torch.runtime import compiled_frames
 from compilekit.errors import Mismatch, PolicyError, ResourceError
+
+# A reason can name a shape that a client chose: this bounds what one can make us keep.
+_MOST_REASONS = 100
+_OTHER_REASONS = "other reasons"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,11 @@ class Route:
 
 @dataclasses.dataclass
 class Uncovered:
-    """Calls that no program covered, for one reason."""
+    """Calls that no program covered, for one reason.
+
+    Attributes:
+        route: What became of them: ``error``, ``eager`` or ``jit``.
+    """
 
     entry: str
     reason: str
@@ -41,11 +50,11 @@ class Receipt:
         path: Where it lies.
         target: The target whose code was chosen.
         routes: One per bucket.
-        compiles: Frames or kernels compiled by the start; a program never compiles.
-        milliseconds: Phase → time: ``open``, ``check``, ``load``, ``bind``.
+        milliseconds: Phase → time (``open``, ``check``, ``compare``, …).
         warnings: Mismatches that don't refuse.
-        uncovered: Calls that went elsewhere, by reason.
         serialised: Entries whose calls take a lock, because they write the model.
+        require: What the start is held to.
+        rebinds: How often a changed model was compared and bound again.
     """
 
     def __init__(
@@ -64,15 +73,16 @@ class Receipt:
         self.path = path
         self.target = target
         self.routes = routes
-        self.compiles = 0
         self.milliseconds = milliseconds
         self.warnings = warnings
         self.serialised = serialised
         self.require = require
-        self.uncovered: list[Uncovered] = []
-        self._undo = undo
-        self._lock = threading.Lock()
+        self.rebinds = 0
         self.file = os.environ.get("COMPILEKIT_RECEIPT", "")
+        self._undo = undo
+        self._uncovered: dict[tuple[str, str, str], Uncovered] = {}
+        self._lock = threading.Lock()
+        self._frames = compiled_frames()
 
     def __repr__(self) -> str:
         ways = sorted({route.route for route in self.routes})
@@ -82,6 +92,16 @@ class Receipt:
             f" by {', '.join(ways)}, {self.compiles} compiles, {total:.1f} ms>"
         )
 
+    @property
+    def compiles(self) -> int:
+        """Frames that this process compiled since attach; a program never does."""
+        return max(0, compiled_frames() - self._frames)
+
+    @property
+    def uncovered(self) -> tuple[Uncovered, ...]:
+        """Calls that no program covered, by reason."""
+        return tuple(self._uncovered.values())
+
     def detach(self) -> None:
         """Undo the attach: the model's own methods are back. Twice is fine."""
         self._undo()
@@ -89,11 +109,15 @@ class Receipt:
     def note_uncovered(self, entry: str, reason: str, route: str) -> None:
         """Count a call that no program covered."""
         with self._lock:
-            for item in self.uncovered:
-                if (item.entry, item.reason, item.route) == (entry, reason, route):
-                    item.calls += 1
-                    return
-            self.uncovered.append(Uncovered(entry, reason, route, 1))
+            key = (entry, reason, route)
+            if key not in self._uncovered and len(self._uncovered) >= _MOST_REASONS:
+                key = (entry, _OTHER_REASONS, route)
+            self._uncovered.setdefault(key, Uncovered(*key)).calls += 1
+
+    def note_rebind(self) -> None:
+        """Count a comparison after the model changed."""
+        with self._lock:
+            self.rebinds += 1
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -107,6 +131,8 @@ class Receipt:
             "milliseconds": {k: round(v, 3) for k, v in self.milliseconds.items()},
             "warnings": [dataclasses.asdict(item) for item in self.warnings],
             "serialised": list(self.serialised),
+            "require": list(self.require),
+            "rebinds": self.rebinds,
             "uncovered": [dataclasses.asdict(item) for item in self.uncovered],
         }
 
@@ -135,13 +161,13 @@ class Receipt:
         """Add the end state, write the file, and hold the start to its requirements.
 
         Raises:
-            PolicyError: ``require`` names a route that calls didn't take.
+            PolicyError: ``require = program``, and a call took none.
         """
         self.write()
         if "program" in self.require and self.uncovered:
             reasons = "; ".join(f"{u.entry}: {u.reason}" for u in self.uncovered)
             raise PolicyError(
-                f"require = program, but calls took another route: {reasons}",
+                f"require = program, but calls took no program: {reasons}",
                 hint="Add the missing buckets, or lower the requirement.",
                 uncovered=[dataclasses.asdict(item) for item in self.uncovered],
             )

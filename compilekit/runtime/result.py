@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from compilekit import paths
 from compilekit.errors import AttachError
 
 Outputs = Sequence[torch.Tensor]
@@ -24,8 +25,7 @@ def result_builder(
     tree: Mapping[str, Any],
     cuts: Mapping[str, Mapping[str, str]],
     axes: tuple[str, ...],
-    argument: Callable[[Values, str], Any],
-    tensor: Callable[[str], Any],
+    model: torch.nn.Module,
 ) -> ResultBuilder:
     """Turn a result tree into a function that builds the result.
 
@@ -33,8 +33,7 @@ def result_builder(
         tree: `Program.result`.
         cuts: Output path → {dimension: axis}.
         axes: The entry's axes, in the order of the sizes given to the builder.
-        argument: Gives the argument at a path.
-        tensor: Gives the model's tensor at a path.
+        model: Where tensors that the output passes through are found.
     Raises:
         AttachError: a class of the output can't be imported.
     """
@@ -47,11 +46,10 @@ def result_builder(
             value = node["value"]
             return lambda outputs, values, sizes: value
         if kind == "argument":
-            where = node["path"]
-            return lambda outputs, values, sizes: argument(values, where)
+            return _argument(node["path"])
         if kind == "tensor":
-            where = node["path"]
-            return lambda outputs, values, sizes: tensor(where)
+            steps = paths.parse(node["path"])
+            return lambda outputs, values, sizes: paths.follow(model, steps)
         if kind in ("list", "tuple"):
             parts = [
                 build(part, f"{path}[{i}]") for i, part in enumerate(node["items"])
@@ -66,10 +64,9 @@ def result_builder(
 
 
 def join(path: str, name: str, kind: str) -> str:
-    """Path of a part: ``a.b`` below a dataclass, ``a["b"]`` below a nested dict."""
-    if kind in ("dict", "mapping") and path:
-        return f'{path}["{name}"]'
-    return f"{path}.{name}" if path else name
+    """Path of a part: ``a.b`` of a dataclass, ``a["b"]`` of a dict."""
+    step: paths.Step = (name,) if kind in ("dict", "mapping") else name
+    return paths.render((*paths.parse(path), step))
 
 
 def _named(
@@ -120,6 +117,18 @@ def _model_output(cls: Any, pairs: list[tuple[str, ResultBuilder]]) -> ResultBui
     return make
 
 
+def _argument(path: str) -> ResultBuilder:
+    name, *below = paths.parse(path)
+
+    def take(outputs: Outputs, values: Values, sizes: Sizes) -> Any:
+        # An input that the call left out stands under its whole path.
+        if path in values:
+            return values[path]
+        return paths.follow(values[str(name)], tuple(below))
+
+    return take
+
+
 def _out(index: int, cut: Cut) -> ResultBuilder:
     if not cut:
         return lambda outputs, values, sizes: outputs[index]
@@ -128,7 +137,9 @@ def _out(index: int, cut: Cut) -> ResultBuilder:
         output = outputs[index]
         if sizes is not None:
             for dimension, axis in cut:
-                output = output.narrow(dimension, 0, sizes[axis])
+                # An input that is passed through has the call's size already.
+                if output.shape[dimension] != sizes[axis]:
+                    output = output.narrow(dimension, 0, sizes[axis])
         return output
 
     return take
@@ -136,6 +147,11 @@ def _out(index: int, cut: Cut) -> ResultBuilder:
 
 def _cut(rule: Mapping[str, str], axes: tuple[str, ...]) -> Cut:
     return tuple((int(dimension), axes.index(axis)) for dimension, axis in rule.items())
+
+
+def class_name(cls: type) -> str:
+    """``module:qualname``, as a result tree names a class."""
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _class(name: str) -> Any:
