@@ -99,3 +99,37 @@ def test_any_thread_count(artifact: Path, factor: int | str) -> None:
     threads = {1: 1, "N": cpus, "4N": 4 * cpus}[factor]
     check(start(artifact, threads))
     check(start(artifact, threads, OMP_NUM_THREADS="3"))
+
+
+def compiled_by_torch(cache: Path, **env: str) -> dict[str, Any]:
+    """What tests/serving/isa_hit.py printed; a crash counts as an infinite error."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "isa_hit.py")],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        return {"hits": 1, "error": float("inf"), "capability": "crashed"}
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_a_lower_isa_at_run_time(artifact: Path, tmp_path: Path) -> None:
+    """torch's cache hits across ISA levels; a program stays right.
+
+    torch's cache key holds no ISA level: code generated for one is then rebuilt with
+    the flags of another. Wrong numbers or a crash follow where the vector width differs
+    (AVX-512 against AVX2), silently. Here the machine code itself is kept, and a CPU
+    that lacks a feature is refused (tests/test_serving.py).
+    """
+    built = compiled_by_torch(tmp_path)
+    assert built["hits"] == 0
+    assert built["error"] <= 1e-5
+    lower = "avx2" if built["capability"] == "AVX512" else "default"
+    again = compiled_by_torch(tmp_path, ATEN_CPU_CAPABILITY=lower)
+    assert again["hits"] >= 1
+    if lower == "avx2":
+        assert again["error"] > 1e-3
+    check(start(artifact, 1, ATEN_CPU_CAPABILITY=lower))
