@@ -45,6 +45,7 @@ class Loaded(NamedTuple):
     config: Config
     model: torch.nn.Module
     calls: list[Call]
+    entry_callable: Callable[..., Callable[..., Any]]
     import_torch_ms: float
     import_code_ms: float
     model_ms: float
@@ -90,7 +91,16 @@ def load(spec: Mapping[str, Any]) -> Loaded:
     model = models.build_real(config, weights=spec["weights"])
     model_ms = elapsed_ms(started)
     calls = make_calls(config)
-    return Loaded(config, model, calls, import_torch_ms, import_code_ms, model_ms)
+    return Loaded(
+        config,
+        model,
+        calls,
+        # Held here: importing it again, once compilekit is unloaded, would cost time.
+        models.entry_callable,
+        import_torch_ms,
+        import_code_ms,
+        model_ms,
+    )
 
 
 def _import_model_code(config: Config) -> None:
@@ -345,9 +355,8 @@ def start(
 
 def eager(loaded: Loaded, call: Call) -> Callable[..., Any]:
     """The entry as user code calls it."""
-    from ..compiler import models
-
-    return models.entry_callable(loaded.model, loaded.config.entries[call.entry])
+    entry = loaded.config.entries[call.entry]
+    return loaded.entry_callable(loaded.model, entry)
 
 
 def compiled(loaded: Loaded, call: Call) -> Callable[..., Any]:

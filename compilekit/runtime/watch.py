@@ -1,0 +1,117 @@
+"""Notice cheaply, at every call, that a live model isn't what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+from compilekit import paths
+from compilekit._torch.runtime import (
+    dict_version,
+    forward_hooks,
+    global_forward_hooks,
+    registries,
+    tensor_guard,
+)
+from compilekit.artifact.program import Entry
+from compilekit.runtime.model import ModelView
+
+
+class Watch:
+    """What a model looks like, to notice cheaply that it changed.
+
+    Looks at the identity of every parameter, buffer and submodule, at every attribute
+    of every module (training flags and replaced methods among them) and of every
+    object whose attributes the graphs read, at the classes of modules, at forward hooks
+    and at the metadata of every tensor that a program reads. Values of tensors may
+    change, and so may what lies in lists.
+
+    A watch is made before the model is compared with its entry: what changes in
+    between is noticed at the next call.
+
+    Attributes:
+        tensors: The tensors that programs read, in the entry's order.
+        requires_grad: True if any of them does.
+    """
+
+    def __init__(self, model: torch.nn.Module, entry: Entry) -> None:
+        view = ModelView(model)
+        self._modules = tuple(dict.fromkeys(view.modules.values()))
+        self._dicts = tuple(_watched_dicts(view, self._modules, entry))
+        self._versions = list(map(dict_version, self._dicts))
+        self._classes = list(map(type, self._modules))
+        hooked = self._modules[1:] if entry.method == "forward" else self._modules
+        self._hooks = (
+            *global_forward_hooks(),
+            *(hooks for module in hooked for hooks in forward_hooks(module)),
+        )
+        self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
+        self.requires_grad = any(
+            isinstance(tensor, torch.Tensor) and tensor.requires_grad
+            for tensor in self.tensors
+        )
+        held = {id(value) for each in self._dicts for value in each.values()}
+        self._unheld = tuple(
+            (tensor, model, paths.parse(path))
+            for path, tensor in zip(entry.tensors, self.tensors, strict=True)
+            if id(tensor) not in held
+        )
+        self._guards: dict[bool, Callable[..., bool]] = {}
+
+    def guard(self) -> None:
+        """Hold the tensors to the metadata they have now; they must all be there."""
+        for inference in (False, True):
+            with torch.inference_mode(inference):
+                self._guards[inference] = tensor_guard(self.tensors)
+
+    def changed(self) -> bool:
+        """True if anything moved since."""
+        return (
+            list(map(dict_version, self._dicts)) != self._versions
+            or not self._guards[torch.is_inference_mode_enabled()](*self.tensors)
+            or list(map(type, self._modules)) != self._classes
+            or any(self._hooks)
+            or any(_moved(*item) for item in self._unheld)
+        )
+
+
+def _moved(
+    tensor: torch.Tensor, model: torch.nn.Module, steps: tuple[paths.Step, ...]
+) -> bool:
+    try:
+        return paths.follow(model, steps) is not tensor
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return True
+
+
+def _watched_dicts(
+    view: ModelView, modules: Sequence[torch.nn.Module], entry: Entry
+) -> Iterator[dict[Any, Any]]:
+    """The dicts that hold what a program depends on, each once."""
+    seen: set[int] = set()
+    owners: list[dict[Any, Any]] = [vars(module) for module in modules]
+    # An empty registry holds nothing a program reads; filling one changes no forward.
+    owners += [each for module in modules for each in registries(module) if each]
+    for read in entry.reads:
+        if read.path.startswith("module:"):
+            continue
+        parent = paths.render(paths.parse(read.path)[:-1])
+        if parent not in view.modules:
+            owners += _attributes(view.get(parent))
+    for owner in owners:
+        if id(owner) not in seen:
+            seen.add(id(owner))
+            yield owner
+
+
+def _attributes(owner: Any) -> list[dict[Any, Any]]:
+    """The dict behind an object (a model's configuration, say) if it has one."""
+    if type(owner) is dict:
+        return [owner]
+    if isinstance(owner, (type, FunctionType, MethodType, ModuleType)):
+        return []
+    found = getattr(owner, "__dict__", None)
+    return [found] if type(found) is dict else []
