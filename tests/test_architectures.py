@@ -41,25 +41,35 @@ ARCHITECTURES = {
         for name in ("mutated_buffers", "tied_weights", "nested_arguments", "views")
     },
 }
-CARRIED = configuration.load(FOLDER / "carried.toml").entries
+CONFIGURATIONS = {**ARCHITECTURES, "carried": FOLDER / "carried.toml"}
+CARRIED = configuration.load(CONFIGURATIONS["carried"]).entries
 
 Results = Mapping[str, "Future[BuildResult]"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    """Name → its build, in order; two builds of few kernels keep two cores busy."""
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Results]:
+    """Name → its build, for the tests that run; two at once keep two cores busy."""
     folder = tmp_path_factory.mktemp("architectures")
+    wanted = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and hasattr(item, "callspec")
+    }
 
     def run(name: str, path: Path) -> BuildResult:
         return build(configuration.load(path), folder / name, jobs=1)
 
-    configurations = {**ARCHITECTURES, "carried": FOLDER / "carried.toml"}
-    with ThreadPoolExecutor(max_workers=max(1, min(2, os.cpu_count() or 1))) as pool:
-        futures = {n: pool.submit(run, n, path) for n, path in configurations.items()}
-        yield futures
-        for future in futures.values():
-            future.cancel()
+    with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
+        yield {
+            name: pool.submit(run, name, path)
+            for name, path in CONFIGURATIONS.items()
+            if name in wanted
+        }
 
 
 def opened(results: Results, name: str) -> Artifact:
@@ -109,10 +119,13 @@ def test_an_architecture_is_carried(name: str, results: Results) -> None:
         assert float(row["max_abs_error"]) <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["carried"])
 @pytest.mark.parametrize("entry", CARRIED)
-def test_a_call_that_looks_odd_is_carried(entry: str, results: Results) -> None:
+def test_a_call_that_looks_odd_is_carried(
+    entry: str, name: str, results: Results
+) -> None:
     """What docs/unsupported.md lists as carried equals eager in a fresh process."""
-    rows = [row for row in record(opened(results, "carried")) if row["entry"] == entry]
+    rows = [row for row in record(opened(results, name)) if row["entry"] == entry]
     assert rows
     for row in rows:
         assert row["passed"], row["message"]
@@ -120,9 +133,10 @@ def test_a_call_that_looks_odd_is_carried(entry: str, results: Results) -> None:
         assert float(row["max_abs_error"]) <= 1e-6
 
 
-def test_buffers_are_written_in_place(results: Results) -> None:
+@pytest.mark.parametrize("name", ["mutated_buffers"])
+def test_buffers_are_written_in_place(name: str, results: Results) -> None:
     """The program writes both buffers, and gives back the live one itself."""
-    artifact = opened(results, "mutated_buffers")
+    artifact = opened(results, name)
     (entry,) = artifact.entries.values()
     (program,) = artifact.programs.values()
     assert entry.mutates_model
@@ -130,18 +144,20 @@ def test_buffers_are_written_in_place(results: Results) -> None:
     assert program.result["items"][1] == {"kind": "tensor", "path": "mean"}
 
 
-def test_tied_weights_are_one_input(results: Results) -> None:
+@pytest.mark.parametrize("name", ["tied_weights"])
+def test_tied_weights_are_one_input(name: str, results: Results) -> None:
     """The graph takes the matrix once, and both of its names are on record."""
-    artifact = opened(results, "tied_weights")
+    artifact = opened(results, name)
     (entry,) = artifact.entries.values()
     (program,) = artifact.programs.values()
     assert entry.aliases == (("embedding.weight", "head.weight"),)
     assert sum(g.kind == "tensor" for g in program.inputs) == 1
 
 
-def test_views_are_made_from_the_live_input(results: Results) -> None:
+@pytest.mark.parametrize("name", ["views"])
+def test_views_are_made_from_the_live_input(name: str, results: Results) -> None:
     """Outputs that are inputs, or views of them, aren't computed by the program."""
-    artifact = opened(results, "views")
+    artifact = opened(results, name)
     (program,) = artifact.programs.values()
     kinds = [item["kind"] for item in program.result["items"]]
     assert kinds == ["argument", "out", "out", "out", "out", "out"]
@@ -149,14 +165,15 @@ def test_views_are_made_from_the_live_input(results: Results) -> None:
     assert sources == ["view", "view", "view", "program", "program"]
 
 
+@pytest.mark.parametrize("name", ["nested_arguments"])
 def test_containers_keep_their_classes(
-    results: Results, monkeypatch: pytest.MonkeyPatch
+    name: str, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dataclass comes back as itself, and a dict passed through as the same dict."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import small_models
 
-    artifact = opened(results, "nested_arguments")
+    artifact = opened(results, name)
     model = small_models.NestedArguments().eval()
     receipt = compilekit.attach(model, artifact, require="program")
     call = small_models.nested_call({"b": 4})
@@ -169,14 +186,15 @@ def test_containers_keep_their_classes(
     assert found["scores"]["parts"][1:] == (None, "ready")
 
 
+@pytest.mark.parametrize("name", ["carried"])
 def test_an_assertion_on_values_still_holds(
-    results: Results, monkeypatch: pytest.MonkeyPatch
+    name: str, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program raises where eager's ``assert`` does."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import carried_models
 
-    artifact = opened(results, "carried")
+    artifact = opened(results, name)
     model = carried_models.Carried().eval()
     receipt = compilekit.attach(model, artifact, entry="asserted")
     with torch.inference_mode(), pytest.raises(RuntimeError, match="x holds NaN"):

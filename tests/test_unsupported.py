@@ -14,9 +14,10 @@ import torch
 import compilekit
 from compilekit import config as configuration
 from compilekit import errors, plan
+from compilekit.artifact.program import Program
 from compilekit.compiler import models
 from compilekit.compiler.build import build
-from compilekit.errors import CompilekitError
+from compilekit.errors import CompilekitError, ConfigError
 from compilekit.results import BucketResult
 from compilekit.targets import load_target
 
@@ -43,7 +44,7 @@ def tables() -> dict[str, dict[str, str]]:
     return found
 
 
-BY_CALL, BY_MODEL, BY_CONFIGURATION, AT_CALL, CARRIED = tables().values()
+BY_CALL, BY_MODEL, BY_CONFIGURATION, AT_VERIFY, AT_CALL, _ = tables().values()
 
 
 def check_row(what: str, message: str, found: str, exit_code: int) -> None:
@@ -146,8 +147,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
 
 
-def compiled(source: str, *, pad: float | None = None, outputs: str = "") -> None:
-    """Do what a worker does with the first bucket of a one-method model."""
+def compiled(
+    source: str,
+    *,
+    pad: float | None = None,
+    outputs: str = "",
+    sizes: tuple[int, ...] = (4,),
+) -> None:
+    """Do what a worker does with the buckets of a one-method model."""
     # Imports Dynamo and Inductor, which collecting the tests needn't.
     from compilekit.compiler.compile import compile_bucket
     from compilekit.compiler.cuts import check_cuts
@@ -162,14 +169,16 @@ def compiled(source: str, *, pad: float | None = None, outputs: str = "") -> Non
     config = configuration.Config(
         FOLDER / "compilekit.toml",
         configuration.ModelConfig(f"refused_models:{source}"),
-        {"b": (4,)},
+        {"b": sizes},
         {"forward": entry},
     )
     model = models.build_fake(config)
-    bucket = plan.buckets(config, "forward")[0]
     target = load_target("cpu-x86_64-v3")
-    made = compile_bucket(model, config, entry, bucket, target, lambda *stage: None)
-    check_cuts(model, config, entry, made.program, ())
+    programs: list[Program] = []
+    for bucket in plan.buckets(config, "forward"):
+        made = compile_bucket(model, config, entry, bucket, target, lambda *stage: None)
+        check_cuts(model, config, entry, made.program, programs)
+        programs.append(made.program)
 
 
 def unknown_name() -> None:
@@ -219,6 +228,36 @@ def test_a_configuration_is_refused(what: str, case: Callable[[], None]) -> None
     with pytest.raises(CompilekitError) as caught:
         case()
     check_row(what, BY_CONFIGURATION[what], str(caught.value), caught.value.exit_code)
+
+
+def test_buckets_are_compared_with_each_other(
+    importable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten cut is found without an eager run, once two sizes are compiled."""
+    from compilekit.compiler import cuts
+
+    monkeypatch.setattr(cuts, "_probes", lambda *call: ())
+    compiled("Linear", pad=0.0, sizes=(4,))
+    with pytest.raises(ConfigError, match="get its padding back") as caught:
+        compiled("Linear", pad=0.0, sizes=(4, 8))
+    assert caught.value.hint.splitlines() == [
+        "Add:",
+        '[entries.forward.outputs.""]',
+        'cut = { 0 = "b" }',
+    ]
+
+
+# --- At verify ------------------------------------------------------------------------
+
+
+def test_padding_that_changes_the_result_is_refused(tmp_path: Path) -> None:
+    """Verify also makes a call that is padded, and compares it with eager's own."""
+    config = configuration.load(FOLDER / "mean_pooled.toml")
+    result = build(config, tmp_path / "artifact")
+    ((what, message),) = AT_VERIFY.items()
+    (bucket,) = result.buckets
+    assert bucket.error_type == "VerifyError"
+    check_row(what, message, bucket.error, result.exit_code)
 
 
 # --- At attach, and at each call ------------------------------------------------------

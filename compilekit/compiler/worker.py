@@ -169,7 +169,12 @@ def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
     """Report a failed bucket; the traceback stays in its log."""
     traceback.print_exception(exc)
     sys.stderr.flush()
-    message = str(exc) if isinstance(exc, CompilekitError) else repr(exc)
+    message = str(exc)
+    if not isinstance(exc, CompilekitError):
+        message = (
+            f"unexpected {type(exc).__name__}: {message}\n"
+            "The bucket's log holds the traceback; please report it."
+        )
     return replace(
         about,
         kind="failed",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ class Carried(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("state", torch.zeros(8))
+        self.fill = -math.inf
 
     def random(self, x: torch.Tensor) -> torch.Tensor:
         dropped = nn.functional.dropout(x, 0.5, training=True)
@@ -47,6 +50,9 @@ class Carried(nn.Module):
         with torch.autocast("cpu", torch.bfloat16):
             result: torch.Tensor = self.linear(x)
         return result
+
+    def infinite_attribute(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x.masked_fill(x > 0.5, self.fill), -1)
 
     def parameter_written(self, x: torch.Tensor) -> torch.Tensor:
         self.linear.weight.mul_(0.5)

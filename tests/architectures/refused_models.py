@@ -280,3 +280,10 @@ class Doubled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, x + 1])
+
+
+class MeanPooled(nn.Module):
+    """Averages over positions, padding included."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
