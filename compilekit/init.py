@@ -396,7 +396,8 @@ def _document(source: str, dtype: str, sketch: _Sketch, *, guessed: bool) -> str
         )
         key = path or '""'
         lines += [f"[entries.forward.outputs.{key}]", f"cut = {{ {rules} }}", ""]
-    rest = _REST.replace("TARGETS", ", ".join(list_targets()))
+    cpus = [name for name in list_targets() if name.startswith("cpu-")]
+    rest = _REST.replace("TARGETS", ", ".join(cpus))
     return "\n".join(lines[:-1]) + "\n" + rest
 
 

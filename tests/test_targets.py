@@ -48,10 +48,39 @@ def cores(*flags: frozenset[str]) -> str:
 
 def test_the_list() -> None:
     """The package ships these targets."""
-    assert list_targets() == ("cpu-x86_64-v3", "cpu-x86_64-v4")
+    assert list_targets() == (
+        "cpu-x86_64-v3",
+        "cpu-x86_64-v4",
+        "nvidia-a100",
+        "nvidia-b200",
+        "nvidia-h100-pcie",
+        "nvidia-h100-sxm",
+        "nvidia-h200",
+        "nvidia-l4",
+        "nvidia-l40s",
+        "nvidia-rtx-4090",
+        "nvidia-rtx-5090",
+    )
 
 
-@pytest.mark.parametrize("name", list_targets())
+CPUS = tuple(name for name in list_targets() if name.startswith("cpu-"))
+GPUS = tuple(name for name in list_targets() if name.startswith("nvidia-"))
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_gpu_description(name: str) -> None:
+    """A GPU's description answers everything that the emulation is asked, marked."""
+    from compilekit._torch.emulation import REQUIRED
+
+    target = load_target(name)
+    assert (target.name, target.kind) == (name, "cuda")
+    assert set(target.device) == set(REQUIRED)
+    assert set(target.marks.values()) <= set(MARKS)
+    marks = {target.marks[key] for key in target.device}
+    assert (marks == {"probed"}) == (name == "nvidia-h200")
+
+
+@pytest.mark.parametrize("name", CPUS)
 def test_description(name: str) -> None:
     """A file's name is its target's, and every value carries a mark."""
     target = load_target(name)
@@ -83,7 +112,7 @@ def test_levels() -> None:
     assert added == {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 
 
-@pytest.mark.parametrize("name", list_targets())
+@pytest.mark.parametrize("name", CPUS)
 def test_features_cover_what_the_compiler_uses(name: str) -> None:
     """Every instruction set that g++ turns on for the level is among the features."""
     gcc = shutil.which("g++")

@@ -19,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from compilekit._torch.capture import Capture
+from compilekit._torch.triton_kernels import kept_triton_kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Lowered:
     Attributes:
         output_code: The Python module Inductor would have run.
         kernels: Kernel body (as it stands in the output code) → complete source.
+        triton: Name in the output code → its autotuner, for `kernel_facts`.
         constants: Name in the output code → tensor.
         mutated: Indices of graph inputs that the program writes.
         aligned: Indices of graph inputs whose address must be 16-byte aligned.
@@ -56,6 +58,7 @@ class Lowered:
 
     output_code: str
     kernels: Mapping[str, CppSource]
+    triton: Mapping[str, Any]
     constants: Mapping[str, torch.Tensor]
     mutated: frozenset[int]
     aligned: frozenset[int]
@@ -73,6 +76,7 @@ def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowe
     Source: torch/_inductor/compile_fx.py, compile_fx and compile_fx_inner (2.11, 2.13).
     """
     kernels: dict[str, CppSource] = {}
+    triton: dict[str, Any] = {}
     inner: list[tuple[torch.fx.GraphModule, Any]] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -94,6 +98,7 @@ def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowe
         torch._functorch.config.patch(enable_autograd_cache=False),
         _target_isa(simd_width),
         _kept_kernels(kernels),
+        kept_triton_kernels(triton),
     ):
         compile_fx(capture.graph, list(capture.example_inputs), inner_compile=keep)
     if len(inner) != 1:
@@ -105,6 +110,7 @@ def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowe
     return Lowered(
         output_code=code.source_code,
         kernels=kernels,
+        triton=triton,
         constants=dict(code.constants or {}),
         mutated=frozenset(code.mutated_input_idxs),
         aligned=frozenset(code.inputs_to_check),
@@ -236,7 +242,10 @@ def program_options(threads: int) -> dict[str, Any]:
         "cpp_wrapper": False,
         "graph_partition": False,
         "triton.cudagraphs": False,
+        # One name for all: equal kernels get equal cubins, whatever their number.
+        "triton.unique_kernel_names": False,
         "triton.descriptive_names": False,
+        "static_launch_user_defined_triton_kernels": True,
         "freezing": False,
         # Random numbers as eager draws them, so that seeds mean the same.
         "fallback_random": True,

@@ -196,7 +196,7 @@ def _run_worker(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_environment(scratch),
+            env=_environment(scratch, targets.load_target(waiting[0][1].target)),
             text=True,
             encoding="utf-8",
             # Ctrl-C goes to this process, which ends the worker and its compilers.
@@ -258,9 +258,13 @@ def _run_worker(
                 )
 
 
-def _environment(scratch: Path) -> dict[str, str]:
-    """The worker's environment: its caches lie in the scratch folder."""
-    return {
+def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
+    """The worker's environment: its caches lie in the scratch folder.
+
+    For a GPU, a stub CUDA runtime is preloaded, whether or not one is here: a build is
+    the same everywhere.
+    """
+    environment = {
         **os.environ,
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
@@ -268,6 +272,20 @@ def _environment(scratch: Path) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONHASHSEED": "0",
     }
+    if target.kind != "cuda":
+        return environment
+    import torch
+
+    from compilekit._torch import emulation
+
+    if torch.version.cuda is None:
+        raise errors.NeedsDeviceError(
+            f"target {target.name} needs a CUDA build of torch; this is"
+            f" {torch.__version__}",
+            hint="Install torch's CUDA wheel; no GPU or driver is needed.",
+        )
+    stubs = emulation.make_stubs(target, torch.version.cuda, scratch / "stubs")
+    return emulation.environment(stubs, environment)
 
 
 def _end(worker: subprocess.Popen[str]) -> None:

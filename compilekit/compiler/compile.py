@@ -31,6 +31,11 @@ from compilekit._torch.lower import (
     program_options,
 )
 from compilekit._torch.ops import operator_origin
+from compilekit._torch.triton_kernels import (
+    NotStaticError,
+    TritonKernel,
+    kernel_facts,
+)
 from compilekit.artifact.canonical import sha256
 from compilekit.artifact.program import (
     Entry,
@@ -69,6 +74,7 @@ class CompiledBucket:
         code: ``call.py``.
         bytecode: ``call.pyc``, so that loading parses nothing.
         kernels: Name in `code` → C++ source.
+        triton: Name in `code` → Triton kernel and its grid.
         constants: File name in ``constants/`` → bytes.
     """
 
@@ -77,6 +83,7 @@ class CompiledBucket:
     code: str
     bytecode: bytes
     kernels: Mapping[str, CppSource]
+    triton: Mapping[str, tuple[TritonKernel, tuple[int, int, int]]]
     constants: Mapping[str, bytes]
 
 
@@ -101,11 +108,17 @@ def compile_bucket(
     dynamo.reset()
     began = time.perf_counter()
     with _explained("the example call can't be made of fake tensors"):
-        kwargs = example_kwargs(config, entry, bucket, fake=fake_mode_of(model))
+        kwargs = example_kwargs(
+            config,
+            entry,
+            bucket,
+            fake=fake_mode_of(model),
+            device=fake_device(target),
+        )
     _refuse_signature(model, entry, kwargs)
     function = convention.entry_function(entry.method)
     with _ambient_kept():
-        captured = _capture(function, model, kwargs)
+        captured = _capture(function, model, kwargs, target)
         places = convention.inputs(captured)
         stand_ins = _run_graph(captured)
         before = convention.snapshot(captured, model, kwargs)
@@ -126,7 +139,9 @@ def compile_bucket(
     on_stage("lower", time.perf_counter() - began)
 
     began = time.perf_counter()
-    host = host_code(lowered.output_code, lowered.constants)
+    host = host_code(
+        lowered.output_code, lowered.constants, target.kind, _triton_kernels(lowered)
+    )
     live = {
         id(example): place
         for example, place in zip(captured.example_inputs, places, strict=True)
@@ -156,6 +171,10 @@ def compile_bucket(
         code=code,
         bytecode=_bytecode(code),
         kernels={name: lowered.kernels[body] for name, body in host.kernels.items()},
+        triton={
+            name: (kernel, host.launches.grids[name])
+            for name, kernel in host.launches.kernels.items()
+        },
         constants={
             f"{digest}.safetensors": data for digest, data in constants.values()
         },
@@ -225,8 +244,27 @@ def _ambient_kept() -> Iterator[None]:
         )
 
 
+def fake_device(target: Target) -> str:
+    """The device that fake tensors pretend to be on."""
+    return "cuda:0" if target.kind == "cuda" else "cpu"
+
+
+def _triton_kernels(lowered: Lowered) -> dict[str, TritonKernel]:
+    kernels = {}
+    for name, autotuner in lowered.triton.items():
+        try:
+            kernels[name] = kernel_facts(autotuner)
+        except NotStaticError as exc:
+            raise UnsupportedByProgramError(
+                f"kernel {name} can't be launched without Triton: {exc}",
+                hint="Build this bucket with the cache route.",
+                thing=name,
+            ) from exc
+    return kernels
+
+
 def _capture(
-    function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any]
+    function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any], target: Target
 ) -> dynamo.Capture:
     try:
         with _explained("the call can't be traced"):
@@ -239,11 +277,11 @@ def _capture(
         ) from exc
     if captured is None or not dynamo.operations(captured):
         raise _nothing_compiled()
-    foreign = dynamo.foreign_device(captured, "cpu")
+    foreign = dynamo.foreign_device(captured, target.kind)
     if foreign is not None:
         raise UnsupportedByProgramError(
             f"the call uses a tensor on {foreign[0]} ({foreign[1]}), and a program for"
-            " a CPU target has everything on the CPU",
+            f" {target.name} has everything on {target.kind}",
             hint="Take the device from an input: torch.ones(…, device=x.device).",
             thing=foreign[0],
         )

@@ -14,6 +14,8 @@ import re
 from collections.abc import Collection, Mapping
 
 from compilekit._torch.runtime import extern_kernel_names, output_code_names
+from compilekit._torch.triton_kernels import TritonKernel
+from compilekit.compiler.launches import Launches, plain_launches
 from compilekit.errors import HarvestError, UnsupportedByProgramError
 
 # Namespaces of operators that torch itself registers.
@@ -44,6 +46,7 @@ class HostCode:
     Attributes:
         code: Python source that defines ``call(args)``.
         kernels: Name in `code` → kernel source as it stands in the output code.
+        launches: Names in `code` of Triton kernels, and their grids.
         constants: Names of tensors that `code` takes from its globals.
         externs: Everything outside the kernels that it calls, sorted.
         operators: ``namespace::name`` of operators that torch doesn't register.
@@ -51,16 +54,24 @@ class HostCode:
 
     code: str
     kernels: Mapping[str, str]
+    launches: Launches
     constants: tuple[str, ...]
     externs: tuple[str, ...]
     operators: tuple[str, ...]
 
 
-def host_code(output_code: str, constants: Collection[str]) -> HostCode:
+def host_code(
+    output_code: str,
+    constants: Collection[str],
+    device: str = "cpu",
+    triton: Mapping[str, TritonKernel] | None = None,
+) -> HostCode:
     """Keep what runs at load from Inductor's output code.
 
     Args:
         constants: Names of tensors that Inductor attached to the module.
+        device: Device type of the target.
+        triton: Name in the output code → Triton kernel.
     Raises:
         UnsupportedByProgramError: the code uses a name that the runtime doesn't offer.
         HarvestError: the code has no ``call``.
@@ -81,10 +92,13 @@ def host_code(output_code: str, constants: Collection[str]) -> HostCode:
             "Inductor's output code has no call function",
             hint="This torch isn't supported; see `compilekit doctor`.",
         )
+    launches = plain_launches(functions, triton or {})
     functions = [_cleaned(function) for function in functions]
     known = {
-        *output_code_names(),
+        *output_code_names(device),
+        *(("device_index",) if device == "cuda" else ()),
         *kernels,
+        *launches.kernels,
         *constants,
         *(function.name for function in functions),
         *_BUILTINS,
@@ -97,6 +111,7 @@ def host_code(output_code: str, constants: Collection[str]) -> HostCode:
     return HostCode(
         code=body + "\n",
         kernels={name: kernels[name] for name in sorted(kernels) if name in used},
+        launches=launches,
         constants=tuple(sorted(set(constants) & used)),
         externs=tuple(externs),
         operators=_foreign_operators(externs),

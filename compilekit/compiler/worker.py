@@ -27,7 +27,7 @@ from compilekit import config as configuration
 from compilekit import plan
 from compilekit.artifact import canonical
 from compilekit.artifact.program import KernelRef, Program, to_json
-from compilekit.errors import CompilekitError
+from compilekit.errors import CompilekitError, HarvestError
 from compilekit.events import BuildEvent, to_line
 from compilekit.targets import Target, load_target
 
@@ -82,14 +82,19 @@ def _compile_all(
     scratch: Path,
     events: TextIO,
 ) -> None:
+    from compilekit._torch import emulation
     from compilekit.compiler import kernels as cpp
-    from compilekit.compiler.compile import CompiledBucket, compile_bucket
+    from compilekit.compiler.compile import CompiledBucket, compile_bucket, fake_device
     from compilekit.compiler.cuts import check_cuts
     from compilekit.compiler.models import build_fake
 
-    toolchain = cpp.find_toolchain(target, scratch / "cpp")
     pool = ThreadPoolExecutor(max_workers=threads)
-    header = pool.submit(cpp.prepare, toolchain)
+    if target.kind == "cuda":
+        emulation.install(target)
+        toolchain, header = None, None
+    else:
+        toolchain = cpp.find_toolchain(target, scratch / "cpp")
+        header = pool.submit(cpp.prepare, toolchain)
     known: dict[str, Future[bytes]] = {}
     pending: list[Pending] = []
     programs: dict[str, list[Program]] = {}
@@ -99,6 +104,11 @@ def _compile_all(
         print(to_line(event), file=events, flush=True)
 
     def compile_source(code: str, label: str) -> bytes:
+        if toolchain is None or header is None:
+            raise HarvestError(
+                f"the program has C++ code ({label}); {target.name} has no ISA level",
+                hint="Keep CPU tensors out of the compiled method.",
+            )
         return cpp.compile_kernel(toolchain, header.result(), code, label)
 
     for index, job in jobs:
@@ -111,7 +121,7 @@ def _compile_all(
         try:
             if model is None:
                 emit(replace(about, stage="model"))
-                model = build_fake(config)
+                model = build_fake(config, fake_device(target))
                 _describe_model(model, scratch / "model.json")
                 seconds = time.perf_counter() - began
                 emit(replace(about, kind="stage", stage="model", seconds=seconds))
@@ -218,6 +228,8 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
                 seconds=time.perf_counter() - began,
             )
         )
+        for name, (kernel, grid) in item.compiled.triton.items():
+            references[name] = _cubin(scratch, kernel, grid)
         size = _write(item, scratch, references)
     except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
         emit(_failed(replace(about, stage=""), exc, item.began))
@@ -227,7 +239,7 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
             about,
             kind="finished",
             stage="",
-            kernels=len(futures),
+            kernels=len(references),
             seconds=time.perf_counter() - item.began,
             size_bytes=size,
         )
@@ -246,6 +258,25 @@ def _kernel(
     return KernelRef(digest, source, {"argtypes": list(cpp.argtypes)})
 
 
+def _cubin(scratch: Path, kernel: Any, grid: tuple[int, int, int]) -> KernelRef:
+    """Put a Triton kernel and its source into the scratch folder."""
+    digest, source = canonical.sha256(kernel.cubin), kernel.source.encode()
+    _write_once(scratch / "kernels" / f"{digest}.cubin", kernel.cubin)
+    _write_once(scratch / "sources" / f"{canonical.sha256(source)}.py", source)
+    launch = {
+        "arg_types": kernel.arg_types,
+        "candidates": kernel.candidates,
+        "config": kernel.config,
+        "grid": list(grid),
+        "num_warps": kernel.num_warps,
+        "registers": kernel.registers,
+        "scratch": kernel.scratch,
+        "shared": kernel.shared,
+        "symbol": kernel.symbol,
+    }
+    return KernelRef(digest, canonical.sha256(source), launch)
+
+
 def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
     """Put a bucket's files into the scratch folder; their size with its kernels."""
     compiled = item.compiled
@@ -262,7 +293,8 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
     folder = scratch / "buckets" / item.job.entry / item.job.bucket.name
     for name, data in files.items():
         _write_once(folder / name, data)
-    used = {scratch / "kernels" / f"{kernel.digest}.so" for kernel in kernels.values()}
+    digests = {kernel.digest for kernel in kernels.values()}
+    used = [p for p in (scratch / "kernels").glob("*") if p.stem in digests]
     return sum(map(len, files.values())) + sum(p.stat().st_size for p in used)
 
 

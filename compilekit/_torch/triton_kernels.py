@@ -1,0 +1,123 @@
+"""Private Inductor and Triton names: what each Triton kernel needs to launch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonKernel:
+    """One Triton kernel, its config chosen.
+
+    Attributes:
+        cubin: Machine code for the target.
+        symbol: The kernel's name in the cubin.
+        source: Its Triton source as Inductor wrote it.
+        num_warps: Warps per block.
+        shared: Dynamic shared memory, in bytes.
+        arg_types: One letter per argument (``O`` pointer, ``i`` int32, ``l`` int64, …).
+        scratch: Trailing null pointers that this Triton version's kernels take.
+        parameters: Names of what a call passes, in order.
+        arguments: Those of them that the cubin takes, in order.
+        prefix: Assignments that the grid expressions use.
+        grid: Expressions for the three grid sizes over the parameters.
+        config: The chosen config: block sizes, warps, stages.
+        candidates: How many configs there were.
+        registers: Per thread.
+    """
+
+    cubin: bytes
+    symbol: str
+    source: str
+    num_warps: int
+    shared: int
+    arg_types: str
+    scratch: int
+    parameters: tuple[str, ...]
+    arguments: tuple[str, ...]
+    prefix: tuple[str, ...]
+    grid: tuple[str, str, str]
+    config: dict[str, Any]
+    candidates: int
+    registers: int
+
+
+@contextlib.contextmanager
+def kept_triton_kernels(into: dict[str, Any]) -> Iterator[None]:
+    """Keep every Triton kernel's autotuner by the name output code gives it.
+
+    Source: torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.precompile
+    (2.11, 2.13).
+    """
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    original = CachingAutotuner.precompile
+
+    def keep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        into[self.inductor_meta["kernel_name"]] = self
+        return result
+
+    with mock.patch.object(CachingAutotuner, "precompile", keep):
+        yield
+
+
+class NotStaticError(Exception):
+    """A kernel needs Triton's own launcher; the message says why."""
+
+
+def kernel_facts(autotuner: Any) -> TritonKernel:
+    """Everything a launch needs, for the autotuner's first config.
+
+    The first is Inductor's own default; a tuning file may name another.
+
+    Raises:
+        NotStaticError: the static launcher can't launch it.
+    Source: torch/_inductor/runtime/triton_heuristics.py, StaticTritonCompileResult
+    .make_launcher and CompileResult._get_arg_lists, GridExpr.from_meta (2.11, 2.13).
+    """
+    from torch._inductor.runtime.triton_heuristics import (
+        GridExpr,
+        StaticTritonCompileResult,
+    )
+
+    result = autotuner.compile_results[0]
+    if not isinstance(result, StaticTritonCompileResult):
+        raise NotStaticError(
+            "it takes launch attributes, scratch memory or a descriptor that only"
+            " Triton's own launcher passes"
+        )
+    kernel = result.kernel
+    _, parameters, none_arguments = result._get_arg_lists(
+        kernel.arg_names, kernel.declared_constexprs
+    )
+    arguments = [
+        name
+        for index, name in enumerate(kernel.arg_names)
+        if index not in kernel.full_constexprs and name not in none_arguments
+    ]
+    grid = GridExpr.from_meta(result.inductor_meta, result.config)
+    return TritonKernel(
+        cubin=kernel.cubin_raw,
+        symbol=kernel.name,
+        source=autotuner.fn.src,
+        num_warps=kernel.num_warps,
+        shared=kernel.shared,
+        arg_types=kernel.arg_tys,
+        scratch=int(kernel.has_global_scratch) + int(kernel.has_profile_scratch),
+        parameters=tuple(name.partition("=")[0] for name in parameters),
+        arguments=tuple(arguments),
+        prefix=tuple(grid.prefix),
+        grid=(str(grid.x_grid), str(grid.y_grid), str(grid.z_grid)),
+        config={
+            **result.config.kwargs,
+            "num_warps": result.config.num_warps,
+            "num_stages": result.config.num_stages,
+        },
+        candidates=len(autotuner.compile_results),
+        registers=int(kernel.n_regs),
+    )
