@@ -6,6 +6,8 @@ to ``sys.modules``. Checked on torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, SimpleNamespace
@@ -29,13 +31,20 @@ def tensor_pointer_address() -> int:
 POINTER_VARIABLE = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 
 
-def output_code_names() -> dict[str, Any]:
+def output_code_names(device: str = "cpu") -> dict[str, Any]:
     """The host-side names that Inductor's output code uses, from bare torch.
 
     Source: torch/_inductor/codegen/wrapper.py, PythonWrapperCodegen.write_header
     (2.11, 2.13), less what imports Inductor.
     """
+    on_device = {}
+    if device == "cuda":
+        on_device = {
+            "empty_strided_cuda": _guards._empty_strided_cuda,
+            "get_raw_stream": torch._C._cuda_getCurrentRawStream,
+        }
     return {
+        **on_device,
         "torch": torch,
         "aten": torch.ops.aten,
         "inductor_ops": torch.ops.inductor,
@@ -119,18 +128,22 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 _keys = torch._C.DispatchKey
-_PLAIN = (
-    torch._C.DispatchKeySet(_keys.CPU)
-    | torch._C.DispatchKeySet(_keys.ADInplaceOrView)
-    | torch._C.DispatchKeySet(_keys.AutogradCPU)
-    | torch._C.DispatchKeySet(_keys.AutocastCPU)
-)
-_PLAIN_BITS = _PLAIN.raw_repr()
+_PLAIN = {
+    device: functools.reduce(operator.or_, map(torch._C.DispatchKeySet, keys))
+    for device, keys in {
+        "cpu": (_keys.CPU, _keys.ADInplaceOrView, _keys.AutogradCPU, _keys.AutocastCPU),
+        "cuda": (
+            *(_keys.CUDA, _keys.ADInplaceOrView, _keys.AutogradCUDA),
+            _keys.AutocastCUDA,
+        ),
+    }.items()
+}
+_PLAIN_BITS = {device: keys.raw_repr() for device, keys in _PLAIN.items()}
 _dispatch_keys = torch._C._dispatch_keys
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """True for a dense CPU tensor whose memory holds what it stands for.
+def is_plain(tensor: torch.Tensor, device: str = "cpu") -> bool:
+    """True for a dense tensor on a device whose memory holds what it stands for.
 
     False for a lazy conjugate or negative, a functorch wrapper, a nested, sparse or
     fake tensor, a subclass with behaviour: a kernel would read their memory as it is.
@@ -139,7 +152,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     Source: c10/core/DispatchKeySet.h (2.11, 2.13): another backend, functionality or
     wrapper adds a bit.
     """
-    return bool((_dispatch_keys(tensor) | _PLAIN).raw_repr() == _PLAIN_BITS)
+    keys = _dispatch_keys(tensor) | _PLAIN[device]
+    return bool(keys.raw_repr() == _PLAIN_BITS[device])
 
 
 def is_tracing() -> bool:
@@ -230,6 +244,28 @@ def reinterpret(
         tensor, tuple(shape), tuple(stride), offset
     )
     return view
+
+
+def load_cubin(path: str, symbol: str, shared: int, index: int) -> int:
+    """Load a kernel onto a device; the driver's handle of its function.
+
+    Source: torch/csrc/inductor/static_launcher/cuda.cpp, load_kernel. It returns
+    (function, registers, spills) in 2.11 and (module, function, registers, spills) in
+    2.13.
+    """
+    loaded = torch._C._StaticCudaLauncher._load_kernel(path, symbol, shared, index)
+    return int(loaded[-3])
+
+
+def cubin_launcher() -> Callable[..., None]:
+    """The C function that launches a loaded function: (function, grid x, y, z, warps,
+    shared bytes, argument types, arguments, stream).
+
+    Source: torch/csrc/inductor/static_launcher/cuda.cpp, launch_kernel (2.11, 2.13); a
+    CPU build of torch doesn't have it.
+    """
+    launch: Callable[..., None] = torch._C._StaticCudaLauncher._launch_kernel
+    return launch
 
 
 def operator_schema(packet: Any) -> str:

@@ -51,6 +51,7 @@ class Arguments:
         live: Arguments that a program must get as they are, because it writes them or
             returns views of them → what it does.
         buckets: Names, for messages.
+        device: Where every tensor must be.
     """
 
     def __init__(
@@ -59,8 +60,12 @@ class Arguments:
         method: Callable[..., Any],
         live: Mapping[str, str],
         buckets: Sequence[str],
+        device: torch.device,
     ) -> None:
         self.entry = entry.name
+        self.device = device
+        # What Tensor.get_device gives: -1 for the CPU.
+        self._index = -1 if device.index is None else device.index
         self.axes = entry.axes
         self.tensors = tuple(
             _argument(path, rule, entry.axes) for path, rule in entry.inputs.items()
@@ -198,8 +203,10 @@ class Arguments:
                     f" {type(tensor).__name__}",
                     argument=argument.path,
                 )
-            if not is_plain(tensor):
+            if not is_plain(tensor, self.device.type):
                 tensor = self._resolved(argument, tensor)
+            if tensor.get_device() != self._index:
+                raise self._wrong(argument, tensor)
             shape = tensor.shape
             if tensor.dtype != argument.dtype or len(shape) != len(argument.rule.shape):
                 raise self._wrong(argument, tensor)
@@ -234,12 +241,12 @@ class Arguments:
 
     def _resolved(self, argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
         """The memory behind a lazy conjugate or negative; anything else is refused."""
-        if tensor.device.type != "cpu":
+        if tensor.device.type != self.device.type:
             raise self._wrong(argument, tensor)
         dense = tensor.layout is torch.strided and not tensor.is_nested
         if dense and argument.path not in self._live:
             resolved = tensor.resolve_conj().resolve_neg()
-            if is_plain(resolved):
+            if is_plain(resolved, self.device.type):
                 return resolved
         raise CallRefusedError(
             f"{self.entry}: input {argument.path} must be a dense tensor with memory of"
@@ -253,8 +260,8 @@ class Arguments:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return CallRefusedError(
             f"{self.entry}: input {argument.path} must be {argument.rule.dtype}"
-            f" [{shape}] on cpu, got {dtype} {list(tensor.shape)} on"
-            f" {tensor.device.type}",
+            f" [{shape}] on {self.device}, got {dtype} {list(tensor.shape)} on"
+            f" {tensor.device}",
             hint=f"Buckets: {self._buckets}.",
             argument=argument.path,
         )
@@ -307,7 +314,7 @@ class Arguments:
             for size in argument.rule.shape
         ]
         value = argument.rule.default or 0
-        return torch.full(shape, value, dtype=argument.dtype, device="cpu")
+        return torch.full(shape, value, dtype=argument.dtype, device=self.device)
 
 
 def _argument(path: str, rule: InputRule, axes: tuple[str, ...]) -> Argument:
@@ -379,7 +386,7 @@ def contiguous_spec(rule: InputRule, axes: Mapping[str, int]) -> TensorSpec:
 def _copied(tensor: torch.Tensor, spec: TensorSpec, argument: Argument) -> torch.Tensor:
     """A tensor in new memory of a bucket's shape and stride, padded by the rule."""
     copy = torch.empty_strided(
-        spec.shape, spec.stride, dtype=argument.dtype, device="cpu"
+        spec.shape, spec.stride, dtype=argument.dtype, device=tensor.device
     )
     if tensor.shape == spec.shape:
         return copy.copy_(tensor)

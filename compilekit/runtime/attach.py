@@ -13,6 +13,7 @@ docs/runtime.md describes policies, requirements and environment variables.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -65,7 +66,7 @@ def attach(
         on_uncovered: What happens to a call that no program covers: ``"error"``,
             ``"eager"`` (the model's own method) or ``"jit"`` (``torch.compile``);
             ``COMPILEKIT_ON_UNCOVERED``, then the artifact's own setting by default.
-        device: Must be the CPU for CPU targets.
+        device: Where the programs run; where the model is, by default.
     Returns:
         The receipt; ``receipt.detach()`` undoes it.
     Raises:
@@ -91,10 +92,10 @@ def attach(
     clock.lap("open")
     found = check(opened, libraries=False)
     warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
-    target = choose_target(opened)
+    place = _place(device, model)
+    target = choose_target(opened, place.type)
     policy = _policy(on_uncovered, opened)
     check_requirements(required, opened, target)
-    _check_device(device)
     entries = _entries(opened, target, entry, model)
     clock.lap("check")
     class_name = opened.manifest.model.class_name
@@ -108,7 +109,7 @@ def attach(
     clock.lap("compare")
     loaded = {
         item.name: {
-            program.bucket: (program, load_program(opened, program))
+            program.bucket: (program, load_program(opened, program, place))
             for program in _programs(opened, item)
         }
         for item in entries
@@ -136,6 +137,7 @@ def attach(
             model,
             item,
             class_name,
+            place,
             loaded[item.name],
             _refusal(receipt, item.name, getattr(model, item.method), policy),
             receipt.note_rebind,
@@ -267,12 +269,26 @@ def check_requirements(
             )
 
 
-def _check_device(device: str | torch.device | None) -> None:
-    if device is not None and str(device).partition(":")[0] != "cpu":
+def _place(device: str | torch.device | None, model: torch.nn.Module) -> torch.device:
+    """Where the programs run: the device asked for, or else the model's.
+
+    Raises:
+        AttachError: no program runs on such a device.
+    """
+    if device is None:
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        found = [tensor.device for tensor in tensors if tensor.is_cuda]
+        place = found[0] if found else torch.device("cpu")
+    else:
+        place = torch.device(device)
+    if place.type not in ("cpu", "cuda"):
         raise AttachError(
-            f"the artifact has CPU programs only, and device = {device} was asked for",
+            f"programs run on cpu and cuda, and device = {device} was asked for",
             hint='Use device = "cpu", or build for the device.',
         )
+    if str(place) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
 
 
 def _entries(

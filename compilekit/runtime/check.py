@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def _target(
 ) -> list[Mismatch]:
     """What keeps one target's code from running on this machine."""
     description = artifact.manifest.targets[name]
+    if description["kind"] == "cuda":
+        return _gpu(name, description["device"])
     if description["machine"] != here:
         return [
             Mismatch(
@@ -152,6 +155,35 @@ def _target(
     return found
 
 
+def _gpu(name: str, device: Mapping[str, Any]) -> list[Mismatch]:
+    """What keeps a GPU target's code from running on this process's GPU."""
+    built = f"{device['name']} (sm_{device['major']}{device['minor']}, target {name})"
+    if not torch.cuda.is_available():
+        return [
+            Mismatch(
+                "gpu",
+                built,
+                "no CUDA device",
+                "refuse",
+                "Its kernels are machine code for that GPU.",
+                "Run it where the GPU and its driver are visible.",
+            )
+        ]
+    here = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if (here.major, here.minor) == (device["major"], device["minor"]):
+        return []
+    return [
+        Mismatch(
+            "gpu.compute_capability",
+            built,
+            f"{here.name} (sm_{here.major}{here.minor})",
+            "refuse",
+            "Its kernels are machine code for another architecture.",
+            "Build for this GPU; one artifact holds several targets.",
+        )
+    ]
+
+
 def _symbols(factors: dict[str, Any]) -> list[Mismatch]:
     """Symbol versions that kernels need and this system's libraries lack."""
     found = []
@@ -173,7 +205,7 @@ def _symbols(factors: dict[str, Any]) -> list[Mismatch]:
     return found
 
 
-def choose_target(artifact: Artifact) -> str:
+def choose_target(artifact: Artifact, kind: str = "cpu") -> str:
     """The target whose code this machine runs, the one with the most features first.
 
     Raises:
@@ -182,8 +214,9 @@ def choose_target(artifact: Artifact) -> str:
     here, flags = targets.machine(), targets.cpu_flags()
     fitting = [
         name
-        for name in artifact.manifest.targets
-        if not _target(artifact, name, here, flags, libraries=False)
+        for name, description in artifact.manifest.targets.items()
+        if description["kind"] == kind
+        and not _target(artifact, name, here, flags, libraries=False)
     ]
     if not fitting:
         raise MismatchError(

@@ -74,6 +74,7 @@ class Dispatcher(AttachedMethod):
         model: The live model; it must fit the entry (`model_mismatches`).
         entry: The calling convention.
         class_name: The class that was compiled, for the comparison after a change.
+        device: Where the programs run.
         programs: Every bucket's program and host code.
         on_refusal: What to do with a call that no program covers: called with the
             error and the call's arguments, returns the result (or raises).
@@ -88,6 +89,7 @@ class Dispatcher(AttachedMethod):
         model: torch.nn.Module,
         entry: Entry,
         class_name: str,
+        device: torch.device,
         programs: Mapping[str, tuple[Program, Call]],
         on_refusal: OnRefusal,
         on_rebind: Callable[[], None],
@@ -99,6 +101,7 @@ class Dispatcher(AttachedMethod):
         self.model = model
         self.entry = entry
         self.class_name = class_name
+        self.device = device
         self.on_refusal = on_refusal
         self.on_rebind = on_rebind
         self.table: BucketTable = bucket_table(
@@ -110,6 +113,7 @@ class Dispatcher(AttachedMethod):
             method,
             _live([program for program, _ in programs.values()]),
             [bucket.name for bucket in self.table.buckets],
+            device,
         )
         self.programs = {
             name: self._bind(program, call)
@@ -173,6 +177,15 @@ class Dispatcher(AttachedMethod):
         self, bound: BoundProgram, inputs: list[torch.Tensor], given: Given
     ) -> Outputs:
         """Run the program; graph outputs in graph order."""
+        if self.device.type == "cuda":
+            # Host code allocates on the current device.
+            with torch.cuda.device(self.device):
+                return self._launch(bound, inputs, given)
+        return self._launch(bound, inputs, given)
+
+    def _launch(
+        self, bound: BoundProgram, inputs: list[torch.Tensor], given: Given
+    ) -> Outputs:
         if bound.plain and not bound.mutated:
             return bound.call(inputs)
         # The host code empties the list it is given.
@@ -211,7 +224,7 @@ class Dispatcher(AttachedMethod):
     def _model_tensors(self) -> list[torch.Tensor]:
         """The live tensors that programs read, after the checks of each call."""
         ambient = self.entry.ambient
-        if torch.is_autocast_enabled("cpu") != ambient["autocast"]:
+        if torch.is_autocast_enabled(self.device.type) != ambient["autocast"]:
             raise CallRefusedError(
                 f"{self.entry.name} was built with autocast off, and the call is inside"
                 " an autocast region",

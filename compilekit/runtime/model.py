@@ -200,7 +200,7 @@ def _tensors(tensors: Mapping[str, Any], entry: Entry) -> Iterator[Mismatch]:
                 "The program would read it wrongly, without an error.",
                 _tensor_hint(expected, found),
             )
-        elif not is_plain(tensor):
+        elif not is_plain(tensor, found.device):
             yield _mismatch(
                 f"tensor {path}",
                 "a tensor with memory of its own",

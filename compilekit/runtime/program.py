@@ -22,9 +22,11 @@ from compilekit._torch.runtime import (
 from compilekit.artifact import Artifact
 from compilekit.artifact.program import Program
 from compilekit.errors import AttachError
+from compilekit.runtime.cuda import kernel_launcher
 
 Call = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 Kernel = Callable[..., None]
+_CPU = torch.device("cpu")
 
 # By digest: programs, buckets and artifacts share them. An extension module can't be
 # unloaded, so kernels stay; constants go with the last program that uses them.
@@ -35,20 +37,27 @@ _constants: weakref.WeakValueDictionary[str, torch.Tensor] = (
 _lock = threading.Lock()
 
 
-def load_program(artifact: Artifact, program: Program) -> Call:
-    """The ``call`` function of a program, its kernels loaded.
+def load_program(
+    artifact: Artifact, program: Program, device: torch.device = _CPU
+) -> Call:
+    """The ``call`` function of a program, its kernels loaded on a device.
 
     Raises:
         AttachError: a kernel can't be loaded.
         DigestError: a constant's file has changed since the artifact was opened.
     """
-    names = output_code_names()
-    kernels = {name: kernel.digest for name, kernel in program.kernels.items()}
+    names = output_code_names(device.type)
     with _lock:
-        _load_kernels(artifact, kernels.values())
-        names.update((name, _kernels[digest]) for name, digest in kernels.items())
+        if device.type == "cuda":
+            names["device_index"] = device.index
+            for name, kernel in program.kernels.items():
+                names[name] = kernel_launcher(artifact, kernel, device.index)
+        else:
+            kernels = {name: kernel.digest for name, kernel in program.kernels.items()}
+            _load_kernels(artifact, kernels.values())
+            names.update((name, _kernels[digest]) for name, digest in kernels.items())
         for name, (digest, key) in program.constants.items():
-            names[name] = _constant(artifact, digest, key)
+            names[name] = _constant(artifact, digest, key).to(device)
     place = f"programs/{program.target}/{program.entry}/{program.bucket}"
     exec(_host_code(artifact, place), names)
     call: Call = names["call"]

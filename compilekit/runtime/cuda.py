@@ -1,0 +1,66 @@
+"""Load cubins and launch them, through the launcher that is part of torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from compilekit._torch.runtime import cubin_launcher, load_cubin
+from compilekit.artifact import Artifact
+from compilekit.artifact.program import KernelRef
+from compilekit.errors import AttachError
+
+# Loaded functions by (cubin digest, symbol, device index): buckets, models and
+# artifacts in this process share them.
+_functions: dict[tuple[str, str, int], int] = {}
+
+
+def kernel_launcher(
+    artifact: Artifact, kernel: KernelRef, index: int
+) -> Callable[..., None]:
+    """A function ``launch(*arguments, stream)`` for one kernel on one device.
+
+    Everything but the arguments was decided at build, so a launch is one C call. The
+    caller holds the lock of `compilekit.runtime.program`.
+
+    Raises:
+        AttachError: the driver refuses the cubin.
+    """
+    facts, launch_cubin = kernel.launch, cubin_launcher()
+    function = _function(artifact, kernel, index)
+    x, y, z = facts["grid"]
+    warps, shared = facts["num_warps"], facts["shared"]
+    nulls = (None,) * facts["scratch"]
+    types = facts["arg_types"] + "O" * facts["scratch"]
+    if nulls:
+
+        def launch(*arguments: object) -> None:
+            *passed, stream = arguments
+            values = (*passed, *nulls)
+            launch_cubin(function, x, y, z, warps, shared, types, values, stream)
+
+    else:
+
+        def launch(*arguments: object) -> None:
+            values, stream = arguments[:-1], arguments[-1]
+            launch_cubin(function, x, y, z, warps, shared, types, values, stream)
+
+    return launch
+
+
+def _function(artifact: Artifact, kernel: KernelRef, index: int) -> int:
+    symbol, shared = kernel.launch["symbol"], kernel.launch["shared"]
+    key = (kernel.digest, symbol, index)
+    if key not in _functions:
+        path = str(artifact.path(f"kernels/{kernel.digest}.cubin"))
+        try:
+            _functions[key] = load_cubin(path, symbol, shared, index)
+        except RuntimeError as exc:
+            name = torch.cuda.get_device_name(index)
+            raise AttachError(
+                f"kernel {path} can't be loaded on {name}: {exc}",
+                hint="Is the driver older than the CUDA that assembled it?",
+                kernel=kernel.digest,
+            ) from exc
+    return _functions[key]
