@@ -13,6 +13,7 @@ docs/runtime.md describes policies, requirements and environment variables.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -84,6 +85,24 @@ def attach(
         >>> with torch.inference_mode():
         ...     model(input_ids=ids, attention_mask=mask)
     """
+    # What is parsed here would set off full collections, 100 ms each with torch loaded.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _attach(model, artifact, entry, require, on_uncovered, device)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _attach(
+    model: torch.nn.Module,
+    artifact: Artifact | str | os.PathLike[str] | None,
+    entry: str | None,
+    require: str | Iterable[str] | None,
+    on_uncovered: str | None,
+    device: str | torch.device | None,
+) -> Receipt:
     clock = _Clock()
     if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
         _carry_exit_codes()
