@@ -212,11 +212,17 @@ def untraceable(function: Callable[..., Any], why: str) -> None:
 
     ``torch.compiler.disable`` would do it too, and imports Dynamo.
 
-    Source: torch/_dynamo/decorators.py, disable (2.11, 2.13).
+    Source: torch/_dynamo/decorators.py, disable (what a traced caller looks at), and
+    eval_frame.py, skip_code (what holds for the function's own frame) (2.11, 2.13).
     """
     if isinstance(function, FunctionType):
         function.__dict__.update(
             _torchdynamo_disable=True, _torchdynamo_disable_msg=why
+        )
+        frames: Any = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(
+            function.__code__, frames._FrameExecStrategy(skip, skip)
         )
 
 

@@ -166,6 +166,8 @@ def _attach(
     ]
     for item, dispatcher in zip(entries, dispatchers, strict=True):
         undo.replace(item.method, dispatcher)
+    for dispatcher in dispatchers:
+        dispatcher.start_watching()
     clock.lap("bind")
     try:
         receipt.write()
@@ -292,14 +294,18 @@ def _place(device: str | torch.device | None, model: torch.nn.Module) -> torch.d
     """Where the programs run: the device asked for, or else the model's.
 
     Raises:
-        AttachError: no program runs on such a device.
+        ConfigError: torch knows no such device.
+        AttachError: no program runs on it.
     """
     if device is None:
         tensors = itertools.chain(model.parameters(), model.buffers())
         found = [tensor.device for tensor in tensors if tensor.is_cuda]
         place = found[0] if found else torch.device("cpu")
     else:
-        place = torch.device(device)
+        try:
+            place = torch.device(device)
+        except RuntimeError as exc:
+            raise ConfigError(f"device: expected cpu or cuda, found {device}") from exc
     if place.type not in ("cpu", "cuda"):
         raise AttachError(
             f"programs run on cpu and cuda, and device = {device} was asked for",

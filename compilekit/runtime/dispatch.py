@@ -98,6 +98,7 @@ class Dispatcher(AttachedMethod):
         method = own_method(model, entry.method)
         # inspect.signature(model.forward) and help() still see the model's own method.
         functools.update_wrapper(self, method, updated=())
+        self.__code__ = method.__code__
         self.model = model
         self.entry = entry
         self.class_name = class_name
@@ -126,8 +127,13 @@ class Dispatcher(AttachedMethod):
         self.serial: contextlib.AbstractContextManager[Any] = (
             lock if entry.mutates_model else contextlib.nullcontext()
         )
-        self.watch = Watch(model, entry)
-        self.watch.guard()
+        self.watch: Watch
+
+    def start_watching(self) -> None:
+        """Note what the model looks like, as it was compared and with us in it."""
+        watch = Watch(self.model, self.entry)
+        watch.guard()
+        self.watch = watch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call's bucket; refuse, or hand over, what none covers."""
