@@ -1,0 +1,54 @@
+"""What several test modules share: artifacts that are built once per run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def zoo_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every entry of tests/runtime_zoo.toml, by the real build."""
+    from compilekit import config as configuration
+    from compilekit.compiler.build import build
+
+    path = Path(__file__).with_name("runtime_zoo.toml")
+    out = tmp_path_factory.mktemp("zoo") / "zoo.artifact"
+    result = build(configuration.load(path), out, verify=False)
+    assert result.artifact is not None, result.buckets
+    return result.artifact
+
+
+@pytest.fixture
+def make_zoo() -> Callable[..., Any]:
+    """Makes `runtime_models.Zoo`, with the same weights each time, in eval mode."""
+    from runtime_models import Zoo
+
+    def make(steps: int = 2) -> Zoo:
+        torch.manual_seed(0)
+        return Zoo(steps).eval()
+
+    return make
+
+
+@pytest.fixture
+def attached(
+    zoo_artifact: Path, make_zoo: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
+    """Makes a zoo with one entry attached; detached again after the test."""
+    import compilekit
+
+    receipts = []
+
+    def make(entry: str, **options: Any) -> Any:
+        model = make_zoo()
+        receipts.append(compilekit.attach(model, zoo_artifact, entry=entry, **options))
+        return model
+
+    yield make
+    for receipt in receipts:
+        receipt.detach()
