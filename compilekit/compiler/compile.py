@@ -279,9 +279,10 @@ def _capture(
         raise _nothing_compiled()
     foreign = dynamo.foreign_device(captured, target.kind)
     if foreign is not None:
+        kind = target.kind.upper()
         raise UnsupportedByProgramError(
             f"the call uses a tensor on {foreign[0]} ({foreign[1]}), and a program for"
-            f" {target.name} has everything on {target.kind}",
+            f" a {kind} target has everything on the {kind}",
             hint="Take the device from an input: torch.ones(…, device=x.device).",
             thing=foreign[0],
         )
