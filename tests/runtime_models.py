@@ -76,6 +76,8 @@ class Zoo(nn.Module):
             x = x * mask.unsqueeze(-1)
         for step in self.steps:
             x = step(x)
+        if hasattr(self, "extra"):
+            x = x + self.extra
         x = x * self.options["factor"]
         return {"logits": self.head(x), "mask": mask}
 

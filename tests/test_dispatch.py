@@ -145,6 +145,37 @@ def test_positions_and_names(attached: Attached) -> None:
     assert "got argument ids twice" in error.message
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("made_inside", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x,
+        lambda x: nn.Parameter(x, requires_grad=False),
+        lambda x: x.t().contiguous().t(),
+        lambda x: x[:3],
+    ],
+    ids=["exact", "parameter", "strided", "padded"],
+)
+def test_every_way_to_a_bucket(
+    attached: Attached,
+    make_zoo: MakeZoo,
+    inside: bool,
+    made_inside: bool,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Exact calls take a short way; all ways agree, by position and by name."""
+    model, twin = attached("rows"), make_zoo()
+    with torch.inference_mode(made_inside):
+        x = change(torch.randn(4, 8))
+        y = torch.randn(len(x))
+    with torch.inference_mode(inside):
+        expected = twin.rows(y, x)
+        for found in (model.rows(y, x), model.rows(y, x=x), model.rows(x=x, y=y)):
+            torch.testing.assert_close(found, expected)
+            assert found.is_inference() == inside
+
+
 def test_axes_must_agree(attached: Attached) -> None:
     """Two inputs of different size along one axis are named."""
     model = attached("forward")
@@ -168,6 +199,11 @@ ODD: dict[str, tuple[Callable[[], Any], str]] = {
         "a nested tensor",
     ),
     "list": (lambda: [1j], "must be a tensor, got a list"),
+    "numpy": (
+        lambda: torch.ones(4, 4, dtype=torch.complex64).numpy(),
+        "must be a tensor, got a ndarray",
+    ),
+    "none": (lambda: None, "needs input z"),
 }
 
 
@@ -527,6 +563,7 @@ MISFITS: dict[str, tuple[Callable[[Zoo], object], str]] = {
     ),
     "attribute": (lambda m: setattr(m.settings, "bias", 0.5), "settings.bias"),
     "dict item": (lambda m: m.options.update(factor=1.0), 'options["factor"]'),
+    "new attribute": (lambda m: setattr(m, "extra", 1.0), "extra: the artifact has no"),
     "another class": (
         lambda m: setattr(m.steps[0], "__class__", OtherStep),
         "class of steps.0",

@@ -78,10 +78,13 @@ class GuardedRead:
     Attributes:
         source: Python expression for the value, over ``L`` and ``G``.
         kind: Dynamo's guard type, e.g. ``CONSTANT_MATCH``.
+        attribute: What a ``HASATTR`` guard asked the value for; empty in 2.11, where
+            the attribute is part of the source.
     """
 
     source: str
     kind: str
+    attribute: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +149,18 @@ def capture_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Capture
         fake_mode=backend.fake_mode,
         raw=raw,
         reads=tuple(
-            GuardedRead(guard.name, guard.create_fn_name())
+            GuardedRead(guard.name, guard.create_fn_name(), _asked_for(guard.create_fn))
             for guard in output_graph.guards
             if guard.name
         ),
         side_effects=tuple(dict.fromkeys(effects)),
         globals=raw.graph_capture_output.f_globals,
     )
+
+
+def _asked_for(create_guard: Any) -> str:
+    """Attribute in a guard's arguments, e.g. ``partial(HASATTR, attr="bias")``."""
+    return str(getattr(create_guard, "keywords", {}).get("attr", ""))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ and digests), `schema` (JSON Schema checks), `store` (reading), `write` (writing
 Standard library only.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from compilekit.artifact.manifest import (
     File,
     Manifest,
@@ -19,14 +21,16 @@ from compilekit.artifact.manifest import (
     Serve,
 )
 from compilekit.artifact.store import Artifact, open_artifact
-from compilekit.artifact.verification import (
-    TargetVerified,
-    Verification,
-    read_verification,
-    why_unverified,
-    write_verification,
-)
-from compilekit.artifact.write import write_artifact
+
+if TYPE_CHECKING:
+    from compilekit.artifact.verification import (
+        TargetVerified,
+        Verification,
+        read_verification,
+        why_unverified,
+        write_verification,
+    )
+    from compilekit.artifact.write import write_artifact
 
 __all__ = [
     "Artifact",
@@ -43,3 +47,23 @@ __all__ = [
     "write_artifact",
     "write_verification",
 ]
+
+# A start only reads: importing what writes and verifies would cost it 7 ms.
+_LATER = {
+    "TargetVerified": "verification",
+    "Verification": "verification",
+    "read_verification": "verification",
+    "why_unverified": "verification",
+    "write_artifact": "write",
+    "write_verification": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    module = importlib.import_module(f"{__name__}.{_LATER[name]}")
+    value = globals()[name] = getattr(module, name)
+    return value

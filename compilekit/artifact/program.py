@@ -101,7 +101,7 @@ class Entry:
         aliases: Groups of paths that must be one tensor (tied weights), and only they.
         reads: Python values the graphs depend on.
         code: ``module:qualname`` of every traced function outside torch → digest of
-            its bytecode.
+            its bytecode and defaults.
         ambient: Name → value of process-wide state (``grad_mode``, ``autocast``, …).
         training: False = every module was in eval mode.
         mutates_model: True if any bucket writes a parameter or buffer.

@@ -56,8 +56,13 @@ from compilekit.errors import (
     UnsupportedByProgramError,
 )
 from compilekit.plan import Bucket
-from compilekit.runtime.code import code_digest, find_codes
-from compilekit.runtime.model import ambient, module_mismatches, tensor_spec
+from compilekit.runtime.code import code_digest, find_functions, function_digest
+from compilekit.runtime.model import (
+    ModelView,
+    ambient,
+    module_mismatches,
+    tensor_spec,
+)
 from compilekit.runtime.result import class_name
 from compilekit.targets import Target
 
@@ -446,7 +451,9 @@ def _refuse_unfit(model: torch.nn.Module, entry: Entry) -> None:
     Raises:
         UnsupportedByProgramError: names the hooks and replaced methods.
     """
-    found = [f"{m.factor}: {m.here}" for m in module_mismatches(model, entry)]
+    found = [
+        f"{m.factor}: {m.here}" for m in module_mismatches(ModelView(model), entry)
+    ]
     if found:
         raise UnsupportedByProgramError(
             f"the model has what attach would refuse: {'; '.join(found)}. A program"
@@ -576,9 +583,10 @@ def _traced_code(captured: dynamo.Capture) -> dict[str, str]:
         package = name.partition(":")[0].split(".")[0]
         if "<locals>" in name or package in _NOT_TRACED:
             continue
-        digest = code_digest(code)
-        if digest in {code_digest(found) for found in find_codes(name)}:
-            digests[name] = digest
+        found = {code_digest(f.__code__): f for f in find_functions(name)}
+        function = found.get(code_digest(code))
+        if function is not None:
+            digests[name] = function_digest(function)
     return dict(sorted(digests.items()))
 
 

@@ -119,10 +119,7 @@ def _without_registries(steps: tuple[paths.Step, ...]) -> tuple[paths.Step, ...]
 
 
 def _steps(source: str) -> tuple[paths.Step, ...] | None:
-    """The names and keys of an expression made of attributes and subscripts only.
-
-    Dynamo writes a method of a class ``dict(type(x).__dict__)["forward"]``.
-    """
+    """The names and keys of an expression made of attributes and subscripts only."""
     try:
         node: ast.expr = ast.parse(source, mode="eval").body
     except SyntaxError:
@@ -140,10 +137,6 @@ def _steps(source: str) -> tuple[paths.Step, ...] | None:
                 return None
             steps.append((key.value,))
             node = node.value
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("type", "dict"):
-            if ast.unparse(node.func) == "type":
-                steps.append("__class__")
-            node = node.args[0]
         elif isinstance(node, ast.Name):
             steps.append(node.id)
             return tuple(reversed(steps))
@@ -483,6 +476,9 @@ def reads(
     found: dict[tuple[str, str], Read] = {}
     for guard in capture.reads:
         steps = _steps(guard.source)
+        asked = guard.kind == "HASATTR"
+        if steps is not None and guard.attribute and asked:
+            steps = (*steps, guard.attribute)
         if steps is None or len(steps) < 3:
             continue
         path = _read_path(steps)
@@ -491,6 +487,8 @@ def reads(
         try:
             value = paths.follow(scope[str(steps[0])], steps[1:])
         except (AttributeError, KeyError, IndexError, TypeError):
+            if asked:
+                found[(path, "absent")] = Read(path, "absent", None)
             continue
         if guard.kind in _VALUE_GUARDS and _is_plain(value):
             # Infinity and NaN have no JSON; they are kept as they print.
@@ -526,9 +524,7 @@ def _names_own_class(path: str, value: Any) -> bool:
 def _read_path(steps: tuple[paths.Step, ...]) -> str | None:
     if steps[0] == "L" and steps[1] == (MODEL,):
         below = _without_registries(steps[2:])
-        if not below or below[-1] in _OUR_FLAGS:
-            return None
-        if "__class__" in below and not {"__defaults__", "__kwdefaults__"} & {*below}:
+        if not below or below[-1] in _OUR_FLAGS or "__class__" in below:
             return None
         return paths.render(below)
     if steps[0] == "G" and isinstance(steps[1], tuple):

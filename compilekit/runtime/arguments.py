@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from compilekit import paths
-from compilekit._torch.runtime import is_plain
+from compilekit._torch.runtime import is_plain, tensor_guard
 from compilekit.artifact.program import Entry, InputRule, TensorSpec
 from compilekit.errors import CallRefusedError
 from compilekit.runtime.model import SCALARS, tensor_spec
@@ -19,8 +18,7 @@ Given = Sequence[torch.Tensor | None]
 """The call's tensors in the order of `Arguments.tensors`; None = left out."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Argument:
+class Argument(NamedTuple):
     """One tensor argument, prepared for the check of each call.
 
     Attributes:
@@ -72,7 +70,7 @@ class Arguments:
         )
         self._live = live
         self._buckets = ", ".join(buckets)
-        self._positional = tuple(
+        self.positional = tuple(
             p.name for p in entry.signature if p.kind == "positional"
         )
         self._names = frozenset(argument.name for argument in self.tensors)
@@ -96,12 +94,12 @@ class Arguments:
         Raises:
             CallRefusedError: the entry wasn't built with an argument, or its value.
         """
-        if len(args) > len(self._positional):
+        if len(args) > len(self.positional):
             raise CallRefusedError(
-                f"{self.entry} takes {len(self._positional)} positional arguments, got"
+                f"{self.entry} takes {len(self.positional)} positional arguments, got"
                 f" {len(args)}"
             )
-        values = dict(zip(self._positional, args, strict=False))
+        values = dict(zip(self.positional, args, strict=False))
         if args:
             for name in kwargs:
                 if name in values:
@@ -315,6 +313,80 @@ class Arguments:
         ]
         value = argument.rule.default or 0
         return torch.full(shape, value, dtype=argument.dtype, device=self.device)
+
+
+class ExactCalls:
+    """Recognises calls that pass a bucket's very tensors, by one check in C++.
+
+    Most calls of a server that pads by itself are of this kind, and for them it takes
+    the place of every check of `Arguments`: no other argument, the right type, dtype,
+    shape, stride, device, no gradient wanted, memory of its own.
+
+    Args:
+        arguments: The entry's.
+        specs: Sizes of a bucket's axes → what its program takes, in order.
+    """
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        specs: Mapping[tuple[int, ...], Sequence[TensorSpec]],
+    ) -> None:
+        nested = any(argument.below for argument in arguments.tensors)
+        self._names = tuple(argument.name for argument in arguments.tensors)
+        self._positional = arguments.positional
+        self._keys = frozenset(self._names) if not nested else frozenset()
+        self._buckets = {
+            tuple(spec.shape for spec in each): (sizes, _guards(each, arguments.device))
+            for sizes, each in specs.items()
+            if self._keys
+        }
+
+    def match(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[torch.Tensor], tuple[int, ...]] | None:
+        """The call's arguments by name, its tensors and sizes; None if it isn't one."""
+        if args:
+            if kwargs or len(args) > len(self._positional):
+                return None
+            kwargs = dict(zip(self._positional, args, strict=False))
+        if kwargs.keys() != self._keys:
+            return None
+        tensors = [kwargs[name] for name in self._names]
+        try:
+            found = self._buckets.get(tuple([tensor.shape for tensor in tensors]))
+        except (AttributeError, TypeError, RuntimeError):
+            # No tensor, or a nested one; `Arguments` says what is wrong with it.
+            return None
+        if found is None:
+            return None
+        sizes, guards = found
+        for guard in guards[torch.is_inference_mode_enabled()]:
+            if guard(*tensors):
+                return kwargs, tensors, sizes
+        return None
+
+
+def _guards(
+    specs: Sequence[TensorSpec], device: torch.device
+) -> dict[bool, list[Callable[..., bool]]]:
+    """Inference mode → checks for tensors made outside of it, and inside."""
+    guards: dict[bool, list[Callable[..., bool]]] = {False: [], True: []}
+    for made_inside in (False, True):
+        with torch.inference_mode(made_inside):
+            examples = [
+                torch.empty_strided(
+                    spec.shape,
+                    spec.stride,
+                    dtype=getattr(torch, spec.dtype),
+                    device=device,
+                )
+                for spec in specs
+            ]
+        for inside in guards:
+            with torch.inference_mode(inside):
+                guards[inside].append(tensor_guard(examples))
+    return guards
 
 
 def _argument(path: str, rule: InputRule, axes: tuple[str, ...]) -> Argument:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from compilekit.artifact import Artifact, open_artifact, why_unverified
+from compilekit.artifact import Artifact, open_artifact
 from compilekit.artifact.program import Entry, Program
 from compilekit.errors import (
     ArtifactError,
@@ -38,7 +38,7 @@ from compilekit.errors import (
 )
 from compilekit.runtime.check import check, choose_target, refuse
 from compilekit.runtime.dispatch import Dispatcher
-from compilekit.runtime.model import AttachedMethod, model_mismatches
+from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
 from compilekit.runtime.program import load_program
 from compilekit.runtime.receipt import Receipt, Route
 
@@ -118,9 +118,10 @@ def _attach(
     entries = _entries(opened, target, entry, model)
     clock.lap("check")
     class_name = opened.manifest.model.class_name
+    view = ModelView(model)
     mismatches: dict[Mismatch, None] = {}
     for item in entries:
-        mismatches.update(dict.fromkeys(model_mismatches(model, item, class_name)))
+        mismatches.update(dict.fromkeys(model_mismatches(view, item, class_name)))
     if mismatches:
         raise MismatchError(
             f"the model doesn't fit artifact {opened.root}", tuple(mismatches)
@@ -167,7 +168,7 @@ def _attach(
     for item, dispatcher in zip(entries, dispatchers, strict=True):
         undo.replace(item.method, dispatcher)
     for dispatcher in dispatchers:
-        dispatcher.start_watching()
+        dispatcher.start_watching(view)
     clock.lap("bind")
     try:
         receipt.write()
@@ -282,6 +283,8 @@ def check_requirements(
             hint="attach uses programs; require program instead.",
         )
     if "verified" in required:
+        from compilekit.artifact import why_unverified
+
         reason = why_unverified(artifact, target)
         if reason:
             raise PolicyError(

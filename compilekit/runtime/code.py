@@ -1,9 +1,8 @@
 """Digests of Python functions, to notice a model whose source changed.
 
-A digest covers what a function does (bytecode, constants, names) and not where it
-stands: comments, line numbers and unrelated edits don't change it. It holds for one
-Python minor, as the artifact does. Defaults aren't part of the code: those that capture
-read are among an entry's reads.
+A digest covers what a function does (bytecode, constants, names, defaults) and not
+where it stands: comments, line numbers and unrelated edits don't change it. It holds
+for one Python minor, as the artifact does.
 """
 
 from __future__ import annotations
@@ -36,11 +35,12 @@ def _feed(digest: Any, code: types.CodeType) -> None:
     )
     digest.update(repr(names).encode())
     digest.update(code.co_code)
-    docstring = code.co_consts[0] if code.co_consts else None
+    # A function's first constant is its docstring or None; a comprehension's isn't.
+    documented = not code.co_name.startswith("<")
     for index, constant in enumerate(code.co_consts):
         if isinstance(constant, types.CodeType):
             _feed(digest, constant)
-        elif index == 0 and isinstance(docstring, str):
+        elif index == 0 and documented and isinstance(constant, str):
             continue
         elif isinstance(constant, frozenset):
             digest.update(repr(sorted(map(repr, constant))).encode())
@@ -48,8 +48,29 @@ def _feed(digest: Any, code: types.CodeType) -> None:
             digest.update(repr(constant).encode())
 
 
-def find_codes(name: str) -> tuple[types.CodeType, ...]:
-    """The code objects behind ``module:qualname``, decorators unwrapped.
+def function_digest(function: types.FunctionType) -> str:
+    """sha256 over a function's code and the defaults of its parameters."""
+    defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
+    text = f"{code_digest(function.__code__)} {_shown(defaults)}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shown(value: Any) -> str:
+    """Scalars and containers of them in full, anything else by its class.
+
+    The text of other objects can hold an address.
+    """
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, dict):
+        return _shown([(str(key), value[key]) for key in sorted(value, key=str)])
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    return f"{type(value).__module__}:{type(value).__qualname__}"
+
+
+def find_functions(name: str) -> tuple[types.FunctionType, ...]:
+    """The functions behind ``module:qualname``, decorators unwrapped.
 
     Returns:
         Every function met while unwrapping; empty if the name leads nowhere.
@@ -64,8 +85,8 @@ def find_codes(name: str) -> tuple[types.CodeType, ...]:
     return tuple(_unwrap(value))
 
 
-def _unwrap(value: Any) -> list[types.CodeType]:
-    codes: list[types.CodeType] = []
+def _unwrap(value: Any) -> list[types.FunctionType]:
+    functions: list[types.FunctionType] = []
     pending, seen = [value], set()
     while pending:
         item = pending.pop()
@@ -79,7 +100,7 @@ def _unwrap(value: Any) -> list[types.CodeType]:
         elif isinstance(item, functools.partial):
             pending.append(item.func)
         elif isinstance(item, types.FunctionType):
-            codes.append(item.__code__)
+            functions.append(item)
             pending.append(getattr(item, "__wrapped__", None))
             # A decorator keeps the function it wraps in a closure cell.
             pending += [
@@ -87,7 +108,7 @@ def _unwrap(value: Any) -> list[types.CodeType]:
                 for cell in item.__closure__ or ()
                 if isinstance(_contents(cell), types.FunctionType)
             ]
-    return codes
+    return functions
 
 
 def _contents(cell: Any) -> Any:

@@ -18,7 +18,8 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,8 +29,18 @@ from compilekit.artifact.program import Entry, GraphOutput, Program, TensorSpec
 from compilekit.buckets import BucketTable, bucket_table, no_bucket_error
 from compilekit.errors import CallRefusedError, CompilekitError, MismatchError
 from compilekit.plan import Bucket
-from compilekit.runtime.arguments import Arguments, Given, contiguous_spec
-from compilekit.runtime.model import AttachedMethod, model_mismatches, own_method
+from compilekit.runtime.arguments import (
+    Arguments,
+    ExactCalls,
+    Given,
+    contiguous_spec,
+)
+from compilekit.runtime.model import (
+    AttachedMethod,
+    ModelView,
+    model_mismatches,
+    own_method,
+)
 from compilekit.runtime.program import Call
 from compilekit.runtime.result import Outputs, ResultBuilder, result_builder
 from compilekit.runtime.watch import Watch
@@ -45,6 +56,7 @@ class BoundProgram:
         call: The host code.
         order: Graph input i is pool element ``order[i]``; the pool is the model's
             tensors followed by the arguments.
+        pick: Takes the graph inputs from the pool.
         specs: Expected metadata of each argument.
         outputs: Graph outputs.
         plain: True if every graph output is what the program returns, in order.
@@ -56,6 +68,7 @@ class BoundProgram:
     bucket: Bucket
     call: Call
     order: tuple[int, ...]
+    pick: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
     specs: tuple[TensorSpec, ...]
     outputs: tuple[GraphOutput, ...]
     plain: bool
@@ -123,15 +136,19 @@ class Dispatcher(AttachedMethod):
         self.by_sizes = {
             tuple(bound.bucket.axes.values()): bound for bound in self.programs.values()
         }
+        self.exact = ExactCalls(
+            self.arguments,
+            {sizes: bound.specs for sizes, bound in self.by_sizes.items()},
+        )
         self.lock = lock
         self.serial: contextlib.AbstractContextManager[Any] = (
             lock if entry.mutates_model else contextlib.nullcontext()
         )
         self.watch: Watch
 
-    def start_watching(self) -> None:
+    def start_watching(self, view: ModelView) -> None:
         """Note what the model looks like, as it was compared and with us in it."""
-        watch = Watch(self.model, self.entry)
+        watch = Watch(view, self.entry)
         watch.guard()
         self.watch = watch
 
@@ -148,24 +165,31 @@ class Dispatcher(AttachedMethod):
         return getattr, (self.model, self.entry.method)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = self.arguments.named(args, kwargs)
-        given, sizes = self.arguments.given(values)
-        bound = self.by_sizes.get(sizes)
-        exact = bound is not None
-        if bound is None:
-            bound = self._padded_bucket(sizes)
-        fitted = self.arguments.fitted(given, bound.specs, values)
-        pool = [*self._model_tensors(), *fitted]
-        inputs = [pool[position] for position in bound.order]
+        given: Given
+        exact = self.exact.match(args, kwargs)
+        if exact is not None:
+            values, fitted, sizes = exact
+            bound, given, cut = self.by_sizes[sizes], fitted, None
+        else:
+            values = self.arguments.named(args, kwargs)
+            given, sizes = self.arguments.given(values)
+            bound, cut = self._bucket(sizes)
+            fitted = self.arguments.fitted(given, bound.specs, values)
+        inputs = list(bound.pick([*self._model_tensors(), *fitted]))
         if torch.is_grad_enabled():
             # Operators that write into out= refuse to run with gradients on.
             with torch.no_grad():
                 outputs = self._call(bound, inputs, given)
         else:
             outputs = self._call(bound, inputs, given)
-        return bound.build(outputs, values, None if exact else sizes)
+        return bound.build(outputs, values, cut)
 
-    def _padded_bucket(self, sizes: tuple[int, ...]) -> BoundProgram:
+    def _bucket(
+        self, sizes: tuple[int, ...]
+    ) -> tuple[BoundProgram, tuple[int, ...] | None]:
+        """The program for a call's sizes, and what its outputs are cut to."""
+        if sizes in self.by_sizes:
+            return self.by_sizes[sizes], None
         bucket = self.table.choose(sizes)
         if bucket is None:
             raise no_bucket_error(self.table, sizes, self.entry.name)
@@ -177,7 +201,7 @@ class Dispatcher(AttachedMethod):
                 f" can't be padded to bucket {bucket.name}",
                 hint=f"Pass exactly a bucket's shape: {names}.",
             )
-        return bound
+        return bound, sizes
 
     def _call(
         self, bound: BoundProgram, inputs: list[torch.Tensor], given: Given
@@ -264,17 +288,21 @@ class Dispatcher(AttachedMethod):
         """After something moved: compare everything, then bind again or refuse."""
         with self.lock:
             while self.watch.changed():
-                watch = Watch(self.model, self.entry)
-                mismatches = model_mismatches(self.model, self.entry, self.class_name)
+                # Watched before it is compared: a later change is noticed.
+                view = ModelView(self.model)
+                watch = Watch(view, self.entry)
+                watched = watch.guard()
+                later = ModelView(self.model)
+                mismatches = model_mismatches(later, self.entry, self.class_name)
                 if mismatches:
                     raise MismatchError(
                         f"the model changed after attach ({self.entry.name})",
                         mismatches,
                         hint="Put it back, or call receipt.detach().",
                     )
-                watch.guard()
-                self.watch = watch
-                self.on_rebind()
+                if watched and later.modules == view.modules:
+                    self.watch = watch
+                    self.on_rebind()
             return self.watch
 
     def _bind(self, program: Program, call: Call) -> BoundProgram:
@@ -290,13 +318,15 @@ class Dispatcher(AttachedMethod):
             if graph_input.mutated
         }
         bucket = _bucket(program, self.entry.axes)
+        order = tuple(
+            (arguments if g.kind == "argument" else tensors)[g.path]
+            for g in program.inputs
+        )
         return BoundProgram(
             bucket=bucket,
             call=call,
-            order=tuple(
-                (arguments if g.kind == "argument" else tensors)[g.path]
-                for g in program.inputs
-            ),
+            order=order,
+            pick=_pick(order),
             specs=tuple(
                 specs.get(argument.path) or contiguous_spec(argument.rule, bucket.axes)
                 for argument in self.arguments.tensors
@@ -333,6 +363,15 @@ def _live(programs: list[Program]) -> dict[str, str]:
             elif index in viewed:
                 live[graph_input.path] = "returns a view of"
     return live
+
+
+def _pick(
+    order: tuple[int, ...],
+) -> Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]:
+    """``[pool[i] for i in order]``, in C where there are several."""
+    if len(order) > 1:
+        return itemgetter(*order)
+    return lambda pool: [pool[position] for position in order]
 
 
 def _bucket(program: Program, axes: tuple[str, ...]) -> Bucket:

@@ -17,10 +17,11 @@ from compilekit._torch.runtime import (
     global_forward_hooks,
     is_plain,
     operator_schema,
+    registries,
 )
 from compilekit.artifact.program import Entry, Parameter, Read, TensorSpec
 from compilekit.errors import Mismatch
-from compilekit.runtime.code import code_digest, find_codes
+from compilekit.runtime.code import find_functions, function_digest
 
 MISSING = object()
 SCALARS = (type(None), bool, int, float, str)
@@ -31,11 +32,15 @@ class AttachedMethod:
 
 
 class ModelView:
-    """Values below a live model by path; submodules are looked up once."""
+    """Values below a live model by path; submodules are looked up once.
+
+    Attributes:
+        modules: Path → module; one that is reached by several paths has them all.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.modules = dict(_submodules(model))
 
     def get(self, path: str) -> Any:
         """The value at a path, or `MISSING`."""
@@ -49,8 +54,22 @@ class ModelView:
             return MISSING
 
 
+def _submodules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """As ``named_modules(remove_duplicate=False)``, in a fifth of its time."""
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        prefix = f"{path}." if path else ""
+        waiting += [
+            (prefix + name, child)
+            for name, child in reversed(registries(module)[2].items())
+            if child is not None
+        ]
+
+
 def model_mismatches(
-    model: torch.nn.Module, entry: Entry, class_name: str
+    view: ModelView, entry: Entry, class_name: str
 ) -> tuple[Mismatch, ...]:
     """Everything in which a live model differs from the one that was compiled.
 
@@ -58,17 +77,16 @@ def model_mismatches(
     reads, tied weights, Python values that capture depended on, traced functions,
     custom operators, hooks, replaced methods, training mode and ambient state.
     """
-    view = ModelView(model)
     tensors = {path: view.get(path) for path in entry.tensors}
     return (
-        *_class(model, class_name),
-        *_signature(model, entry),
+        *_class(view.model, class_name),
+        *_signature(view.model, entry),
         *_tensors(tensors, entry),
         *_aliases(tensors, view, entry),
         *_reads(view, entry),
         *_code(entry),
         *_custom_ops(entry),
-        *module_mismatches(model, entry),
+        *module_mismatches(view, entry),
         *_ambient(entry),
     )
 
@@ -279,7 +297,7 @@ def _reads(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
             what = {"type": "class of ", "length": "length of ", "keys": "keys of "}
             yield _mismatch(
                 f"{what.get(read.kind, '')}{read.path}",
-                repr(read.value),
+                "nothing" if read.kind == "absent" else repr(read.value),
                 "nothing" if value is MISSING else repr(found),
                 "The graph was captured with the first value in it.",
                 "Build again from this model.",
@@ -298,6 +316,8 @@ def _read_value(view: ModelView, read: Read) -> Any:
 
 def _as_read(value: Any, kind: str) -> Any:
     """What of a value was recorded, as JSON gives it back."""
+    if kind == "absent":
+        return None if value is MISSING else type(value).__name__
     if value is MISSING:
         return value
     if kind == "type":
@@ -319,13 +339,13 @@ def _without_tuples(value: Any) -> Any:
 
 def _code(entry: Entry) -> Iterator[Mismatch]:
     for name, expected in entry.code.items():
-        found = [code_digest(code) for code in find_codes(name)]
+        found = [function_digest(function) for function in find_functions(name)]
         if expected not in found:
             yield _mismatch(
                 f"function {name}",
-                f"bytecode {expected[:12]}",
-                f"bytecode {found[0][:12]}" if found else "nothing",
-                "It was compiled into the program; its code has changed since.",
+                f"code {expected[:12]}",
+                f"code {found[0][:12]}" if found else "nothing",
+                "It, or a default of it, has changed since it was compiled in.",
                 "Build again with this source.",
             )
 
@@ -369,12 +389,15 @@ def _operator(name: str, module: str) -> Any:
     return packet
 
 
-def module_mismatches(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch]:
+def module_mismatches(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
     """Hooks, replaced forwards and the training flag of every module.
 
     The root's own hooks run around a program as they do around its forward.
     """
-    modules = dict(model.named_modules())
+    first = {module: path for path, module in reversed(view.modules.items())}
+    modules = {
+        path: module for path, module in view.modules.items() if first[module] == path
+    }
     yield from _modes(modules, entry)
     if any(global_forward_hooks()):
         yield _hook("every module")
@@ -382,9 +405,7 @@ def module_mismatches(model: torch.nn.Module, entry: Entry) -> Iterator[Mismatch
         around = not name and entry.method == "forward"
         if not around and any(forward_hooks(module)):
             yield _hook(name or "the model")
-        for method in dict.fromkeys(
-            ("forward", entry.method if not name else "forward")
-        ):
+        for method in {"forward", "forward" if name else entry.method}:
             if _is_replaced(module, method):
                 yield _mismatch(
                     f"{method} of {name or 'the model'}",

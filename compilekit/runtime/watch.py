@@ -29,16 +29,15 @@ class Watch:
     and at the metadata of every tensor that a program reads. Values of tensors may
     change, and so may what lies in lists.
 
-    A watch is made before the model is compared with its entry: what changes in
-    between is noticed at the next call.
+    A watch is made and guarded before the model is compared with its entry: what
+    changes in between is noticed at the next call.
 
     Attributes:
         tensors: The tensors that programs read, in the entry's order.
         requires_grad: True if any of them does.
     """
 
-    def __init__(self, model: torch.nn.Module, entry: Entry) -> None:
-        view = ModelView(model)
+    def __init__(self, view: ModelView, entry: Entry) -> None:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
         self._dicts = tuple(_watched_dicts(view, self._modules, entry))
         self._versions = list(map(dict_version, self._dicts))
@@ -55,17 +54,23 @@ class Watch:
         )
         held = {id(value) for each in self._dicts for value in each.values()}
         self._unheld = tuple(
-            (tensor, model, paths.parse(path))
+            (tensor, view.model, paths.parse(path))
             for path, tensor in zip(entry.tensors, self.tensors, strict=True)
             if id(tensor) not in held
         )
         self._guards: dict[bool, Callable[..., bool]] = {}
 
-    def guard(self) -> None:
-        """Hold the tensors to the metadata they have now; they must all be there."""
+    def guard(self) -> bool:
+        """Hold the tensors to the metadata they have now; False if that can't be."""
+        for tensor in self.tensors:
+            if not isinstance(tensor, torch.Tensor) or (
+                tensor.layout is not torch.strided or tensor.is_nested
+            ):
+                return False
         for inference in (False, True):
             with torch.inference_mode(inference):
                 self._guards[inference] = tensor_guard(self.tensors)
+        return True
 
     def changed(self) -> bool:
         """True if anything moved since."""
@@ -98,9 +103,11 @@ def _watched_dicts(
     for read in entry.reads:
         if read.path.startswith("module:"):
             continue
-        parent = paths.render(paths.parse(read.path)[:-1])
-        if parent not in view.modules:
-            owners += _attributes(view.get(parent))
+        parent, _, name = read.path.rpartition(".")
+        if parent in view.modules and "[" not in name:
+            continue
+        steps = paths.parse(read.path)[:-1]
+        owners += _attributes(view.get(paths.render(steps)))
     for owner in owners:
         if id(owner) not in seen:
             seen.add(id(owner))

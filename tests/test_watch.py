@@ -1,0 +1,165 @@
+"""`Watch` alone, on a plain module: what it notices between two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compilekit.artifact.program import Entry, Read, TensorSpec
+from compilekit.runtime.model import ModelView, ambient, tensor_spec
+from compilekit.runtime.watch import Watch
+
+
+class Settings:
+    """An object whose attribute a graph reads."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Net(nn.Module):
+    """Parameters, a buffer, a plain tensor, a list, an object and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+        self.register_buffer("shift", torch.zeros(2))
+        self.plain = torch.zeros(2)
+        self.listed = [torch.zeros(2)]
+        self.settings = Settings()
+        self.options = {"a": 1}
+
+
+TENSORS = ("layers.0.weight", "layers.0.bias", "shift", "plain", "listed[0]")
+READS = (Read("settings.scale", "value", 2.0), Read('options["a"]', "value", 1))
+
+
+def entry(model: nn.Module, method: str = "forward") -> Entry:
+    """An entry that reads everything there is."""
+    view = ModelView(model)
+    tensors: dict[str, TensorSpec] = {p: tensor_spec(view.get(p)) for p in TENSORS}
+    return Entry(
+        name="forward",
+        target="cpu-x86_64-v3",
+        method=method,
+        axes=(),
+        signature=(),
+        inputs={},
+        fixed={},
+        cuts={},
+        tensors=tensors,
+        aliases=(),
+        reads=READS,
+        code={},
+        ambient=ambient(),
+    )
+
+
+def watched(method: str = "forward") -> tuple[Net, Watch]:
+    """A model in eval mode, and its watch."""
+    model = Net().eval()
+    watch = Watch(ModelView(model), entry(model, method))
+    assert watch.guard()
+    assert not watch.changed()
+    return model, watch
+
+
+def swapped(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Put other memory behind a tensor; its identity stays."""
+    tensor.data = value
+
+
+NOTICED: dict[str, Callable[[Net], object]] = {
+    "parameter": lambda m: setattr(
+        m.layers[0], "weight", nn.Parameter(torch.zeros(2, 2))
+    ),
+    "parameter gone": lambda m: setattr(m.layers[0], "bias", None),
+    "buffer": lambda m: setattr(m, "shift", torch.zeros(2)),
+    "plain tensor": lambda m: setattr(m, "plain", torch.zeros(2)),
+    "item": lambda m: m.listed.__setitem__(0, torch.zeros(2)),
+    "items gone": lambda m: m.listed.clear(),
+    "submodule": lambda m: m.layers.__setitem__(1, nn.Dropout().eval()),
+    "submodule added": lambda m: m.layers.append(nn.ReLU()),
+    "shape": lambda m: swapped(m.layers[0].weight, torch.zeros(3, 2)),
+    "stride": lambda m: swapped(m.layers[0].weight, torch.zeros(2, 4)[:, ::2]),
+    "dtype": lambda m: swapped(m.layers[0].weight, torch.zeros(2, 2).double()),
+    "device": lambda m: m.to("meta"),
+    "gradients": lambda m: m.layers[0].weight.requires_grad_(False),
+    "attribute": lambda m: setattr(m.layers[1], "p", 0.1),
+    "new attribute": lambda m: setattr(m.layers[1], "q", 0.1),
+    "mode": lambda m: m.layers[1].train(),
+    "forward": lambda m: setattr(m.layers[1], "forward", lambda x: x),
+    "class": lambda m: setattr(m.layers[1], "__class__", nn.AlphaDropout),
+    "hook": lambda m: m.layers[0].register_forward_hook(lambda *_: None),
+    "pre-hook": lambda m: m.layers[1].register_forward_pre_hook(lambda *_: None),
+    "object": lambda m: setattr(m.settings, "scale", 3.0),
+    "dict": lambda m: m.options.update(a=2),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", NOTICED)
+def test_a_change_is_noticed(name: str, inference: bool) -> None:
+    """Whatever could make a program wrong, in both modes."""
+    model, watch = watched()
+    with torch.inference_mode(inference):
+        assert not watch.changed()
+    NOTICED[name](model)
+    with torch.inference_mode(inference):
+        assert watch.changed()
+
+
+QUIET: dict[str, Callable[[Net], object]] = {
+    "values": lambda m: m.layers[0].weight.data.mul_(2),
+    "state dict": lambda m: m.load_state_dict(m.state_dict()),
+    "the same values again": lambda m: m.eval(),
+    "the same dtype": lambda m: m.float(),
+    "other memory of the same kind": lambda m: swapped(m.shift, torch.ones(2)),
+    "the model's own hook": lambda m: m.register_forward_hook(lambda *_: None),
+    "zero_grad": lambda m: m.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_changes_nothing_costs_nothing(name: str) -> None:
+    """Calls go on without a comparison."""
+    model, watch = watched()
+    QUIET[name](model)
+    assert not watch.changed()
+
+
+def test_the_models_hook_counts_for_other_methods() -> None:
+    """Hooks of the root run around forward only."""
+    model, watch = watched("encode")
+    model.register_forward_hook(lambda *_: None)
+    assert watch.changed()
+
+
+def test_tensors_are_the_live_ones() -> None:
+    """In the entry's order, with what gradients they want."""
+    model, watch = watched()
+    assert watch.tensors[0] is model.layers[0].weight
+    assert watch.tensors[4] is model.listed[0]
+    assert watch.requires_grad
+    model.requires_grad_(False)
+    assert not Watch(ModelView(model), entry(model)).requires_grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: delattr(m, "shift"),
+        lambda m: m._buffers.update(shift=torch.zeros(2).to_sparse()),
+    ],
+    ids=["missing", "sparse"],
+)
+def test_what_cannot_be_guarded(change: Callable[[Any], object]) -> None:
+    """A tensor that is missing, or has no strides, is left to the comparison."""
+    model, _ = watched()
+    described = entry(model)
+    change(model)
+    assert not Watch(ModelView(model), described).guard()
