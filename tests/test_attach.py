@@ -39,6 +39,7 @@ from compilekit.artifact import (
 from compilekit.errors import (
     AttachError,
     ConfigError,
+    ManifestError,
     MismatchError,
     NoBucketError,
     PolicyError,
@@ -451,6 +452,46 @@ def test_a_class_of_the_output_that_is_gone(
     model = make_zoo()
     with pytest.raises(AttachError, match="runtime_models:Gone can't be imported"):
         compilekit.attach(model, artifact)
+    assert not [n for n in vars(model) if n in ENTRIES]
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "edit", "place"),
+    [
+        ("entry.json", {"tensors": []}, "tensors: expected object, found []"),
+        ("program.json", {"inputs": 1}, "inputs: expected array, found 1"),
+        ("program.json", {"kernels": {"k": 1}}, "kernels.k: expected object, found 1"),
+        ("program.json", {"result": {"kind": "pickle"}}, 'expected one of "out"'),
+    ],
+)
+def test_a_malformed_file_is_named_at_the_start(
+    zoo_artifact: Path,
+    make_zoo: MakeZoo,
+    tmp_path: Path,
+    name: str,
+    edit: dict[str, Any],
+    place: str,
+) -> None:
+    """A start doesn't hold each file to its schema, and still says what is wrong."""
+    root = tmp_path / "copy"
+    shutil.copytree(zoo_artifact, root)
+    shutil.rmtree(root / "reports")
+    path = next(root.glob(f"programs/*/forward/**/{name}"))
+    path.write_bytes(canonical.encode({**json.loads(path.read_text()), **edit}))
+    listing = json.loads((root / "manifest.json").read_text())
+    del listing["digest"]
+    data = path.read_bytes()
+    listing["files"][str(path.relative_to(root))] = {
+        "sha256": canonical.sha256(data),
+        "size": len(data),
+    }
+    (root / "manifest.json").write_bytes(canonical.seal(listing)[0])
+    model = make_zoo()
+    with pytest.raises(ManifestError) as caught:
+        compilekit.attach(model, root)
+    assert place in caught.value.message
+    assert str(path.relative_to(root)) in caught.value.message
     assert not [n for n in vars(model) if n in ENTRIES]
 
 

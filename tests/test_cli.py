@@ -614,7 +614,7 @@ def test_inspect_names_the_buckets_there_are(command: Run) -> None:
 # --- check and load -------------------------------------------------------------------
 
 MISFIT = errors.Mismatch("torch.version", "2.13.0", "2.11.0", "refuse", "Why.", "Do.")
-WARNING = dataclasses.replace(MISFIT, factor="transformers.version", verdict="warn")
+WARNING = MISFIT._replace(factor="transformers.version", verdict="warn")
 
 
 @pytest.mark.parametrize(

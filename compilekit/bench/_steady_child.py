@@ -128,9 +128,7 @@ def watch_programs(dispatcher: Dispatcher, watch: Watch) -> None:
         return call
 
     for sizes, bound in dispatcher.by_sizes.items():
-        dispatcher.by_sizes[sizes] = dataclasses.replace(
-            bound, call=watched(bound.call)
-        )
+        dispatcher.by_sizes[sizes] = bound._replace(call=watched(bound.call))
 
 
 if __name__ == "__main__":

@@ -408,7 +408,7 @@ def _pack(
 
 def _described(name: str) -> dict[str, Any]:
     """A target's description as the manifest holds it."""
-    fields = dataclasses.asdict(targets.load_target(name))
+    fields = targets.load_target(name)._asdict()
     del fields["name"], fields["marks"]
     return fields
 

@@ -282,7 +282,7 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
     compiled = item.compiled
     for name, data in compiled.constants.items():
         _write_once(scratch / "constants" / name, data)
-    program = replace(compiled.program, kernels=kernels)
+    program = compiled.program._replace(kernels=kernels)
     files = {
         "program.json": canonical.encode(to_json(program)),
         "call.py": compiled.code.encode(),

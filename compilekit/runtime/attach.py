@@ -88,8 +88,19 @@ def attach(
     # What is parsed here would set off full collections, 100 ms each with torch loaded.
     collecting = gc.isenabled()
     gc.disable()
+    clock = _Clock()
     try:
-        return _attach(model, artifact, entry, require, on_uncovered, device)
+        if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
+            _carry_exit_codes()
+        required = requirements(require)
+        opened = open_required(artifact)
+        clock.lap("open")
+        try:
+            return _attach(model, opened, entry, required, on_uncovered, device, clock)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            # If it was a malformed file, this names it and the place.
+            opened.parse_all()
+            raise
     finally:
         if collecting:
             gc.enable()
@@ -97,18 +108,13 @@ def attach(
 
 def _attach(
     model: torch.nn.Module,
-    artifact: Artifact | str | os.PathLike[str] | None,
+    opened: Artifact,
     entry: str | None,
-    require: str | Iterable[str] | None,
+    required: tuple[str, ...],
     on_uncovered: str | None,
     device: str | torch.device | None,
+    clock: _Clock,
 ) -> Receipt:
-    clock = _Clock()
-    if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
-        _carry_exit_codes()
-    required = requirements(require)
-    opened = open_required(artifact)
-    clock.lap("open")
     found = check(opened, libraries=False)
     warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
     place = _place(device, model)

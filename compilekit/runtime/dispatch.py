@@ -15,12 +15,11 @@ and so does the comparison after a change.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,8 +47,7 @@ from compilekit.runtime.watch import Watch
 OnRefusal = Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BoundProgram:
+class BoundProgram(NamedTuple):
     """A program with everything that a call needs looked up.
 
     Attributes:
