@@ -91,7 +91,7 @@ def _measure_bucket(
         for whole, inside in zip(times["program"], watch.inside_ms, strict=True)
     ]
     watch.replay = True
-    alone_ms = child.fastest_ms(program, kwargs, _ALONE_CALLS)
+    alone_ms = min(child.call_ms(program, kwargs, _ALONE_CALLS))
     watch.replay = False
     return {
         "entry": call.entry,

@@ -69,7 +69,7 @@ _ROUTES = {"compilekit": "program", "cold": "jit", "eager": "eager"}
 @click.option(
     "--calls",
     type=click.IntRange(min=1),
-    default=20,
+    default=10,
     show_default=True,
     metavar="N",
     help="Steady calls per bucket and process.",
