@@ -137,6 +137,7 @@ def no_bucket_error(
     wanted = dict(zip(table.axes, values, strict=True))
     largest = table.buckets[-1]
     reasons = []
+    too_long = False
     for axis, value in wanted.items():
         sizes = sorted({bucket.axes[axis] for bucket in table.buckets})
         listing = ", ".join(map(str, sizes))
@@ -148,6 +149,7 @@ def no_bucket_error(
                 )
         elif value > sizes[-1]:
             reasons.append(f"{axis} goes up to {sizes[-1]}")
+            too_long = True
     if not reasons:
         reasons.append("each size has a bucket, but no bucket has all of them")
     asked = ", ".join(f"{axis} = {value}" for axis, value in wanted.items())
@@ -159,5 +161,6 @@ def no_bucket_error(
         entry=entry,
         wanted=wanted,
         largest=largest.name,
+        too_long=too_long,
         buckets=[bucket.name for bucket in table.buckets],
     )

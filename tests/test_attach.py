@@ -30,6 +30,7 @@ import compilekit
 from compilekit import targets
 from compilekit.artifact import (
     Artifact,
+    Serve,
     TargetVerified,
     canonical,
     open_artifact,
@@ -38,6 +39,7 @@ from compilekit.artifact import (
 )
 from compilekit.errors import (
     AttachError,
+    CallRefusedError,
     ConfigError,
     ManifestError,
     MismatchError,
@@ -523,6 +525,39 @@ def test_on_uncovered_error(zoo_artifact: Path, make_zoo: MakeZoo) -> None:
     assert (one.entry, one.route, one.calls) == ("forward", "error", 3)
     assert "no bucket holds s = 8, b = 5" in one.reason
     assert receipt.finish() is receipt
+    receipt.detach()
+
+
+@slow
+def test_over_length(
+    zoo_artifact: Path,
+    make_zoo: MakeZoo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call longer than the largest bucket may run eagerly where others may not."""
+    opened = open_artifact(zoo_artifact)
+    files = {path: opened.read(path) for path in opened.manifest.files}
+    serve = Serve(on_uncovered="error", over_length="eager")
+    artifact = write_artifact(
+        tmp_path / "a", opened.manifest._replace(serve=serve), files
+    )
+    model = make_zoo()
+    receipt = compilekit.attach(model, artifact, entry="forward")
+    expected = make_zoo()(ids(4, 32))["logits"]
+    torch.testing.assert_close(model(ids(4, 32))["logits"], expected)
+    with pytest.raises(CallRefusedError):
+        model(ids(4, 8), surprise=1)
+    assert [(one.route, one.calls) for one in receipt.uncovered] == [
+        ("eager", 1),
+        ("error", 1),
+    ]
+    receipt.detach()
+    # What the operator asks for has the last word.
+    monkeypatch.setenv("COMPILEKIT_ON_UNCOVERED", "error")
+    receipt = compilekit.attach(model, artifact, entry="forward")
+    with pytest.raises(NoBucketError):
+        model(ids(4, 32))
     receipt.detach()
 
 
