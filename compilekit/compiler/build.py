@@ -186,6 +186,7 @@ def _run_worker(
         "count": count,
         "threads": threads,
         "scratch": str(scratch),
+        "parent": os.getpid(),
     }
     worker_log = scratch / "logs" / "worker.log"
     started: list[tuple[int, plan.Job]] = []
