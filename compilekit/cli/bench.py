@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import PATH, Command, Commands, config_argument
+from compilekit.cli.options import (
+    PATH,
+    Command,
+    Commands,
+    config_argument,
+    weights_option,
+)
 from compilekit.console import (
     Block,
     Cell,
@@ -74,11 +80,7 @@ _ROUTES = {"compilekit": "program", "cold": "jit", "eager": "eager"}
     metavar="N",
     help="Steady calls per bucket and process.",
 )
-@click.option(
-    "--weights",
-    metavar="DIR",
-    help="Real weights, instead of those under [verify] in CONFIG.",
-)
+@weights_option("Real weights, instead of those under [verify] in CONFIG.")
 @click.option(
     "--seed",
     type=int,
