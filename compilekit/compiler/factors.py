@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -36,6 +37,17 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def target_factors(scratch: Path) -> dict[str, Any]:
+    """What a target's code depends on besides the common factors.
+
+    Args:
+        scratch: Where the target's workers left their files.
+    """
+    written = scratch / "factors.json"
+    stated = json.loads(written.read_bytes()) if written.is_file() else {}
+    return {**kernel_factors(scratch / "kernels"), **stated}
 
 
 def kernel_factors(kernels: Path) -> dict[str, Any]:

@@ -90,7 +90,12 @@ def _compile_all(
 
     pool = ThreadPoolExecutor(max_workers=threads)
     if target.kind == "cuda":
-        emulation.install(target)
+        if emulation.is_emulated(os.environ):
+            emulation.install(target)
+        else:
+            emulation.install_native()
+        versions = {"cuda.ptxas": emulation.ptxas_version(target)}
+        _write_once(scratch / "factors.json", canonical.encode(versions))
         toolchain, header = None, None
     else:
         toolchain = cpp.find_toolchain(target, scratch / "cpp")
@@ -172,7 +177,7 @@ def _describe_model(model: Any, path: Path) -> None:
         },
         default=str,
     )
-    path.write_text(text, encoding="utf-8")
+    _write_once(path, text.encode())
 
 
 def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
@@ -299,8 +304,11 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
 
 
 def _write_once(path: Path, data: bytes) -> None:
+    """Write a file in one step: workers that share a scratch folder write the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    os.replace(part, path)
 
 
 if __name__ == "__main__":
