@@ -71,7 +71,7 @@ class NotStaticError(Exception):
 
 
 def kernel_facts(autotuner: Any) -> TritonKernel:
-    """Everything a launch needs, for the autotuner's first config.
+    """Everything a launch needs, for the autotuner's first config that fits.
 
     The first is Inductor's own default; a tuning file may name another.
 
@@ -85,7 +85,9 @@ def kernel_facts(autotuner: Any) -> TritonKernel:
         StaticTritonCompileResult,
     )
 
-    result = autotuner.compile_results[0]
+    # Configs that need more than the device has get no launcher.
+    chosen = autotuner.launchers[0].config
+    result = next(r for r in autotuner.compile_results if r.config is chosen)
     if not isinstance(result, StaticTritonCompileResult):
         raise NotStaticError(
             "it takes launch attributes, scratch memory or a descriptor that only"

@@ -201,12 +201,12 @@ def _compile(
         with ThreadPoolExecutor(max_workers=workers) as pool:
             try:
                 list(pool.map(run, range(workers)))
-            except BaseException:
+            finally:
                 # Ctrl-C comes to this thread, and the others wait for their workers.
                 stopped.set()
                 for worker in running:
-                    _kill(worker)
-                raise
+                    if worker.poll() is None:
+                        _kill(worker)
     return [results[index] for index, _ in jobs]
 
 
@@ -476,8 +476,7 @@ def _verified(
     runnable = {
         name
         for name in {bucket.target for bucket in result.buckets}
-        if (target := targets.load_target(name)).kind == "cpu"
-        and not targets.missing_features(target, flags)
+        if _runs_here(targets.load_target(name), flags)
     }
     buckets = [
         bucket
@@ -506,6 +505,15 @@ def _verified(
             buckets[position] = dataclasses.replace(bucket, status="verified")
     code = 0 if outcome.passed else errors.VerifyError.exit_code
     return dataclasses.replace(result, buckets=tuple(buckets), exit_code=code)
+
+
+def _runs_here(target: targets.Target, flags: frozenset[str]) -> bool:
+    """True if the target is this machine's own CPU level or GPU."""
+    if target.kind == "cpu":
+        return not targets.missing_features(target, flags)
+    from compilekit._torch import emulation
+
+    return emulation.is_here(target)
 
 
 def _as_build_event(on_event: OnBuildEvent, buckets: list[BucketResult]) -> Any:

@@ -231,10 +231,10 @@ def _ambient_kept() -> Iterator[None]:
     Raises:
         UnsupportedByProgramError: names the state.
     """
-    before = ambient()
+    before = {**ambient(), "torch function modes": dynamo.function_modes()}
     try:
         yield
-        after = ambient()
+        after = {**ambient(), "torch function modes": dynamo.function_modes()}
     finally:
         torch.set_default_dtype(getattr(torch, before["default_dtype"]))
         torch.use_deterministic_algorithms(before["deterministic"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,17 @@ def target_factors(scratch: Path) -> dict[str, Any]:
     """
     written = scratch / "factors.json"
     stated = json.loads(written.read_bytes()) if written.is_file() else {}
+    shared = max(_shared_memory(scratch), default=0)
+    if shared:
+        stated["shared_memory"] = shared
     return {**kernel_factors(scratch / "kernels"), **stated}
+
+
+def _shared_memory(scratch: Path) -> Iterator[int]:
+    """Bytes of shared memory that each kernel of a GPU target needs in a block."""
+    for path in scratch.glob("buckets/*/*/program.json"):
+        for kernel in json.loads(path.read_bytes())["kernels"].values():
+            yield int(kernel["launch"].get("shared", 0))
 
 
 def kernel_factors(kernels: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _compile_all(
             emulation.install(target)
         else:
             emulation.install_native()
-        versions = {"cuda.ptxas": emulation.ptxas_version(target)}
+        versions = emulation.cuda_versions(target)
         _write_once(scratch / "factors.json", canonical.encode(versions))
         toolchain, header = None, None
     else:

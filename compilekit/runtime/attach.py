@@ -36,7 +36,7 @@ from compilekit.errors import (
     MismatchError,
     PolicyError,
 )
-from compilekit.runtime.check import check, choose_target, refuse
+from compilekit.runtime.check import check_device, choose_target, refuse
 from compilekit.runtime.dispatch import Dispatcher
 from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
 from compilekit.runtime.program import load_program
@@ -109,10 +109,11 @@ def _attach(
     required = requirements(require)
     opened = open_required(artifact)
     clock.lap("open")
-    found = check(opened, libraries=False)
-    warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
     place = _place(device, model)
-    target = choose_target(opened, place.type)
+    gpu = place if place.type == "cuda" else None
+    found = check_device(opened, gpu, libraries=False)
+    warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
+    target = choose_target(opened, place.type, gpu)
     policy = _policy(on_uncovered, opened)
     check_requirements(required, opened, target)
     entries = _entries(opened, target, entry, model)

@@ -188,16 +188,19 @@ def install_native() -> None:
     _install_kept_cubins()
 
 
-def ptxas_version(target: Target) -> str:
-    """The CUDA version of the assembler that makes the target's cubins, e.g. 12.8.
+def cuda_versions(target: Target) -> dict[str, str]:
+    """CUDA versions that a target's code depends on, as factors.
 
-    Source: triton/backends/nvidia/compiler.py, get_ptxas (3.6): Blackwell has its own.
+    ``cuda.ptxas`` is that of the assembler that makes the cubins, which a driver must
+    know. Source: triton/backends/nvidia/compiler.py, get_ptxas (3.6): Blackwell has
+    its own.
     """
+    import torch
     from triton.backends.nvidia import compiler
 
     capability = int(target.device["major"]) * 10 + int(target.device["minor"])
     tool: Any = compiler.get_ptxas(capability)
-    return str(tool.version)
+    return {"cuda.ptxas": str(tool.version), "torch.cuda": str(torch.version.cuda)}
 
 
 def install(target: Target) -> None:
@@ -275,7 +278,7 @@ def _install_loader(target: Target) -> None:
     Source: torch/_inductor/runtime/static_triton_launcher.py, load_kernel (2.11);
     torch/_inductor/runtime/triton_heuristics.py, _dynamic_scale_rblock (2.11, 2.13).
     """
-    from torch._inductor.runtime import static_triton_launcher
+    from torch._inductor.runtime import static_triton_launcher, triton_heuristics
     from torch._inductor.runtime.triton_compat import OutOfResources
 
     limit = int(target.device["shared_memory_per_block_optin"])
@@ -289,6 +292,18 @@ def _install_loader(target: Target) -> None:
 
     kernel: Any = static_triton_launcher.StaticallyLaunchedTritonKernel
     kernel.load_kernel = load_kernel
+    loaded: Any = triton_heuristics.TritonCompileResult
+    loaded.make_launcher = _unloaded
+
+
+def _unloaded(result: Any) -> Any:
+    """A launcher for a kernel that only Triton's own code can load; never called.
+
+    `compilekit._torch.triton_kernels.kernel_facts` refuses such a kernel by name.
+    Source: torch/_inductor/runtime/triton_heuristics.py, TritonCompileResult
+    .make_launcher (2.11, 2.13).
+    """
+    return SimpleNamespace(config=result.config, n_regs=0, n_spills=0, shared=0)
 
 
 def _install_kept_cubins() -> None:
