@@ -214,9 +214,13 @@ def foreign_device(capture: Capture, expected: str) -> tuple[str, str] | None:
     return None
 
 
-def run_graph(capture: Capture) -> tuple[Any, ...]:
+def run_graph(
+    capture: Capture, attention: list[tuple[str, str]] | None = None
+) -> tuple[Any, ...]:
     """Run the captured graph on its fake inputs; the outputs in graph order.
 
+    Args:
+        attention: Filled with backend and description of every attention call.
     Raises:
         GraphRunError: an operation needs values, which fake tensors don't have.
     """
@@ -224,6 +228,7 @@ def run_graph(capture: Capture) -> tuple[Any, ...]:
     modes = {t.fake_mode for t in capture.example_inputs if isinstance(t, FakeTensor)}
     mode = modes.pop() if modes else capture.fake_mode
     interpreter = _Located(capture.graph)
+    interpreter.attention = [] if attention is None else attention
     with torch.no_grad(), mode:
         try:
             return tuple(interpreter.run(*capture.example_inputs))
@@ -235,7 +240,29 @@ def run_graph(capture: Capture) -> tuple[Any, ...]:
 
 
 class _Located(torch.fx.Interpreter):
-    """Knows which node it is at."""
+    """Knows which node it is at, and asks which backend attention gets.
+
+    Source: torch/nn/functional.py, scaled_dot_product_attention, and
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend (2.11,
+    2.13): asked under the fake mode, on fake tensors of the target's device, it decides
+    as it will for the compiled code.
+    """
+
+    attention: list[tuple[str, str]]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.nn.functional.scaled_dot_product_attention:
+            choice = torch._fused_sdp_choice(*args, **kwargs)
+            backend = torch.nn.attention.SDPBackend(choice).name
+            tensors = [*args, *kwargs.values()]
+            texts = [_described(t) for t in tensors if isinstance(t, torch.Tensor)]
+            where = f" at {self.where()}" if self.where() else ""
+            self.attention.append(
+                (_BACKENDS.get(backend, backend.lower()), f"{', '.join(texts)}{where}")
+            )
+        elif target is torch.ops.higher_order.flex_attention:
+            self.attention.append(("flex", self.where()))
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         self._node = n
@@ -247,6 +274,19 @@ class _Located(torch.fx.Interpreter):
 
     def where(self) -> str:
         return describe_place(place_in(self._node.meta.get("stack_trace") or ""))
+
+
+_BACKENDS = {
+    "CUDNN_ATTENTION": "cudnn",
+    "FLASH_ATTENTION": "flash",
+    "EFFICIENT_ATTENTION": "efficient",
+    "MATH": "math",
+}
+
+
+def _described(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} strides {list(tensor.stride())}"
 
 
 def replay(

@@ -388,6 +388,8 @@ def _result(event: BuildEvent) -> BucketResult:
         error=event.message if event.kind == "failed" else "",
         error_type=event.error_type,
         log=event.log,
+        attention=event.attention,
+        warning=event.warning,
     )
 
 
@@ -415,6 +417,7 @@ def _pack(
         for kind in ("kernels", "sources", "constants"):
             for path in sorted((folder / kind).glob("[!.]*")):
                 files[f"{kind}/{path.name}"] = path.read_bytes()
+        attention: dict[str, dict[str, Any]] = {}
         for entry in config.entries.values():
             jobs = [
                 j for j in planned.jobs if (j.target, j.entry) == (target, entry.name)
@@ -425,6 +428,9 @@ def _pack(
                 place = f"programs/{target}/{entry.name}/{job.bucket.name}"
                 for name in ("program.json", "call.py", "call.pyc"):
                     files[f"{place}/{name}"] = (source / name).read_bytes()
+                attention.setdefault(entry.name, {})[job.bucket.name] = json.loads(
+                    (source / "attention.json").read_bytes()
+                )
                 data = json.loads((source / "entry.json").read_bytes())
                 parts.append(entry_from_json(data))
             merged = merge_entries(parts)
@@ -434,6 +440,7 @@ def _pack(
             entries[entry.name] = ManifestEntry(
                 merged.axes, tuple(job.bucket for job in jobs)
             )
+        reports[f"reports/{target}/attention.json"] = canonical.encode(attention)
         described[target] = {
             **_described(target),
             "factors": factors.target_factors(folder),

@@ -4,7 +4,7 @@ It reads one JSON document from standard input, writes events as JSON lines to w
 standard output, and leaves its results in a scratch folder:
 
     kernels/<digest>.so  sources/<digest>.cpp  constants/<digest>.safetensors
-    buckets/<entry>/<bucket>/{program.json, entry.json, call.py, call.pyc}
+    buckets/<entry>/<bucket>/{program,entry,attention}.json, call.py, call.pyc
     logs/<entry>-<bucket>.log     everything that was printed meanwhile
 
 Kernels compile in threads (the C++ compiler is a process of its own) while the next
@@ -13,6 +13,7 @@ bucket is captured. A bucket that fails is reported and the next one starts clea
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -27,6 +28,8 @@ from compilekit import config as configuration
 from compilekit import plan
 from compilekit.artifact import canonical
 from compilekit.artifact.program import KernelRef, Program, to_json
+from compilekit.compiler.attention import shown
+from compilekit.compiler.attention import to_json as attention_json
 from compilekit.errors import CompilekitError, HarvestError
 from compilekit.events import BuildEvent, to_line
 from compilekit.targets import Target, load_target
@@ -134,6 +137,8 @@ def _compile_all(
             def on_stage(stage: str, seconds: float, about: BuildEvent = about) -> None:
                 emit(replace(about, kind="stage", stage=stage, seconds=seconds))
 
+            # The heap only grows while a bucket compiles; collecting takes 5 % of it.
+            gc.disable()
             entry = config.entries[job.entry]
             compiled: CompiledBucket = compile_bucket(
                 model, config, entry, job.bucket, target, on_stage
@@ -145,6 +150,8 @@ def _compile_all(
             emit(_failed(about, exc, began))
             model = None
             continue
+        finally:
+            gc.enable()
         futures = {}
         for name, source in compiled.kernels.items():
             digest = canonical.sha256(source.code.encode())
@@ -247,6 +254,8 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
             kernels=len(references),
             seconds=time.perf_counter() - item.began,
             size_bytes=size,
+            attention=shown(item.compiled.attention),
+            warning=item.compiled.warning,
         )
     )
     return True
@@ -292,6 +301,7 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
         "program.json": canonical.encode(to_json(program)),
         "call.py": compiled.code.encode(),
         "call.pyc": compiled.bytecode,
+        "attention.json": canonical.encode(attention_json(compiled.attention)),
         # Last: its presence says that the bucket is complete.
         "entry.json": canonical.encode(to_json(compiled.entry)),
     }
@@ -300,6 +310,7 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
         _write_once(folder / name, data)
     digests = {kernel.digest for kernel in kernels.values()}
     used = [p for p in (scratch / "kernels").glob("*") if p.stem in digests]
+    del files["attention.json"], files["entry.json"]
     return sum(map(len, files.values())) + sum(p.stat().st_size for p in used)
 
 

@@ -5,7 +5,7 @@ Lifecycle of one start::
     open      every byte verified against the manifest
     check     machine and versions, all mismatches at once
     compare   the live model with each entry, all mismatches at once
-    load      host code and kernels of every bucket
+    load      host code and kernels of every bucket, or nothing if they load lazily
     bind      the model's methods are replaced; nothing was changed before this line
 
 docs/runtime.md describes policies, requirements and environment variables.
@@ -39,7 +39,7 @@ from compilekit.errors import (
 from compilekit.runtime.check import check_device, choose_target, refuse
 from compilekit.runtime.dispatch import Dispatcher
 from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
-from compilekit.runtime.program import load_program
+from compilekit.runtime.program import lazy_program, load_program
 from compilekit.runtime.receipt import Receipt, Route
 
 REQUIREMENTS = ("program", "cache", "verified")
@@ -54,6 +54,7 @@ def attach(
     require: str | Iterable[str] | None = None,
     on_uncovered: str | None = None,
     device: str | torch.device | None = None,
+    loading: str | None = None,
 ) -> Receipt:
     """Make a model run compiled programs, with nothing left to compile.
 
@@ -68,6 +69,8 @@ def attach(
             ``"eager"`` (the model's own method) or ``"jit"`` (``torch.compile``);
             ``COMPILEKIT_ON_UNCOVERED``, then the artifact's own setting by default.
         device: Where the programs run; where the model is, by default.
+        loading: ``"eager"`` (every bucket's code and kernels now) or ``"lazy"`` (at a
+            bucket's first call); ``COMPILEKIT_LOADING``, then eager by default.
     Returns:
         The receipt; ``receipt.detach()`` undoes it.
     Raises:
@@ -89,7 +92,7 @@ def attach(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _attach(model, artifact, entry, require, on_uncovered, device)
+        return _attach(model, artifact, entry, require, on_uncovered, device, loading)
     finally:
         if collecting:
             gc.enable()
@@ -102,11 +105,13 @@ def _attach(
     require: str | Iterable[str] | None,
     on_uncovered: str | None,
     device: str | torch.device | None,
+    loading: str | None,
 ) -> Receipt:
     clock = _Clock()
     if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
         _carry_exit_codes()
     required = requirements(require)
+    load = lazy_program if _is_lazy(loading) else load_program
     opened = open_required(artifact)
     clock.lap("open")
     place = _place(device, model)
@@ -130,7 +135,7 @@ def _attach(
     clock.lap("compare")
     loaded = {
         item.name: {
-            program.bucket: (program, load_program(opened, program, place))
+            program.bucket: (program, load(opened, program, place))
             for program in _programs(opened, item)
         }
         for item in entries
@@ -255,6 +260,13 @@ def requirements(require: str | Iterable[str] | None) -> tuple[str, ...]:
             f"require: expected {', '.join(REQUIREMENTS)}, found {', '.join(unknown)}"
         )
     return tuple(names)
+
+
+def _is_lazy(loading: str | None) -> bool:
+    chosen = loading or os.environ.get("COMPILEKIT_LOADING") or "eager"
+    if chosen not in ("eager", "lazy"):
+        raise ConfigError(f"loading: expected eager or lazy, found {chosen}")
+    return chosen == "lazy"
 
 
 def _policy(on_uncovered: str | None, artifact: Artifact) -> str:
