@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compilekit._torch.breaks import describe_place, place_in
 
@@ -240,29 +241,23 @@ def run_graph(
 
 
 class _Located(torch.fx.Interpreter):
-    """Knows which node it is at, and asks which backend attention gets.
-
-    Source: torch/nn/functional.py, scaled_dot_product_attention, and
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, select_sdp_backend (2.11,
-    2.13): asked under the fake mode, on fake tensors of the target's device, it decides
-    as it will for the compiled code.
-    """
+    """Knows which node it is at, and which backend attention gets."""
 
     attention: list[tuple[str, str]]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.nn.functional.scaled_dot_product_attention:
-            choice = torch._fused_sdp_choice(*args, **kwargs)
-            backend = torch.nn.attention.SDPBackend(choice).name
-            tensors = [*args, *kwargs.values()]
-            texts = [_described(t) for t in tensors if isinstance(t, torch.Tensor)]
-            where = f" at {self.where()}" if self.where() else ""
-            self.attention.append(
-                (_BACKENDS.get(backend, backend.lower()), f"{', '.join(texts)}{where}")
-            )
-        elif target is torch.ops.higher_order.flex_attention:
+        if target is torch.ops.higher_order.flex_attention:
             self.attention.append(("flex", self.where()))
-        return super().call_function(target, args, kwargs)
+        if target is not torch.nn.functional.scaled_dot_product_attention:
+            return super().call_function(target, args, kwargs)
+        seen = _AttentionOperators()
+        with seen:
+            result = super().call_function(target, args, kwargs)
+        tensors = [*args, *kwargs.values()]
+        texts = [_described(t) for t in tensors if isinstance(t, torch.Tensor)]
+        where = f" at {self.where()}" if self.where() else ""
+        self.attention.append((seen.backend, f"{', '.join(texts)}{where}"))
+        return result
 
     def run_node(self, n: torch.fx.Node) -> Any:
         self._node = n
@@ -276,12 +271,25 @@ class _Located(torch.fx.Interpreter):
         return describe_place(place_in(self._node.meta.get("stack_trace") or ""))
 
 
-_BACKENDS = {
-    "CUDNN_ATTENTION": "cudnn",
-    "FLASH_ATTENTION": "flash",
-    "EFFICIENT_ATTENTION": "efficient",
-    "MATH": "math",
-}
+class _AttentionOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which operator attention becomes on fake tensors of the target's device.
+
+    PyTorch's C++ chooses as it will for the compiled code. Asking it
+    (``torch._fused_sdp_choice``) would always give math for fake tensors.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp,
+    scaled_dot_product_attention (2.11, 2.13).
+    """
+
+    backend = "math"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for backend in ("cudnn", "flash", "efficient"):
+            if f"_scaled_dot_product_{backend}_attention" in str(func):
+                self.backend = backend
+        return func(*args, **(kwargs or {}))
 
 
 def _described(tensor: torch.Tensor) -> str:
