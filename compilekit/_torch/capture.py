@@ -250,7 +250,7 @@ class _Located(torch.fx.Interpreter):
             self.attention.append(("flex", self.where()))
         if target is not torch.nn.functional.scaled_dot_product_attention:
             return super().call_function(target, args, kwargs)
-        seen = _AttentionOperators()
+        seen = _AttentionOperators()  # type: ignore[no-untyped-call]
         with seen:
             result = super().call_function(target, args, kwargs)
         tensors = [*args, *kwargs.values()]

@@ -261,6 +261,19 @@ def reinterpret(
     return view
 
 
+def same_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same shape and strides, expanded dimensions included.
+
+    Source: torch/_inductor/compile_fx.py, clone_preserve_strides (2.11, 2.13).
+    """
+    sizes = zip(tensor.size(), tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in sizes)
+    if tensor.numel() == 0:
+        return tensor.clone()
+    flat = tensor.as_strided((reach,), (1,)).clone()
+    return flat.as_strided(tensor.size(), tensor.stride())
+
+
 def load_cubin(path: str, symbol: str, shared: int, index: int) -> int:
     """Load a kernel onto a device; the driver's handle of its function.
 

@@ -80,7 +80,8 @@ def show(result: dict[str, Any]) -> None:
         print(
             f"{name}\t{bucket['bucket']}\t{equal}\tfrom eager: program"
             f" {bucket['program_from_eager']:.3g} torch.compile"
-            f" {bucket['compiled_from_eager']:.3g}\tms {times}",
+            f" {bucket['compiled_from_eager']:.3g}\tmisaligned arguments:"
+            f" {bucket['misaligned']}\tms {times}",
             flush=True,
         )
 
@@ -126,6 +127,10 @@ def measure(name: str, path: Path) -> dict[str, Any]:
             rows["compiled"] = outputs(compiled)
         receipt = compilekit.attach(model, artifact, require="program")
         rows["program"] = outputs(model.forward)
+        misaligned = {
+            bucket: call_misaligned(model, state, kwargs, rows["program"][bucket])
+            for bucket, kwargs in calls.items()
+        }
         functions = {
             "eager": eager,
             "torch.compile": compiled,
@@ -159,11 +164,33 @@ def measure(name: str, path: Path) -> dict[str, Any]:
                 "compiled_from_eager": worst(
                     rows["compiled"][bucket], rows["eager"][bucket]
                 ),
+                "misaligned": misaligned[bucket],
                 "times": times[bucket],
             }
             for bucket in calls
         ],
     }
+
+
+def call_misaligned(model: Any, state: Any, kwargs: Any, expected: Any) -> str:
+    """What a call makes of arguments whose address no kernel can take: equal results,
+    or a refusal by name."""
+    import torch
+
+    from compilekit.errors import CallRefusedError
+
+    shifted = {}
+    for name, tensor in kwargs.items():
+        room = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
+        shifted[name] = room.copy_(tensor)
+    model.load_state_dict(state)
+    torch.manual_seed(7)
+    try:
+        found = leaves(model.forward(**shifted))
+    except CallRefusedError as exc:
+        return f"refused: {exc.message}"
+    different = unequal(found, expected)
+    return f"different: {different}" if different else "equal"
 
 
 def buffers(model: Any) -> list[tuple[str, Any]]:

@@ -10,6 +10,7 @@ imported a compiler, or started a process.
 from __future__ import annotations
 
 import importlib.abc
+import importlib.machinery
 import sys
 import time
 from typing import Any
@@ -17,12 +18,21 @@ from typing import Any
 FORBIDDEN = ("torch._inductor", "torch._dynamo", "triton", "transformers")
 
 
-class Refuses(importlib.abc.MetaPathFinder):
-    """Raises on the import of a compiler."""
+class Refuses(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Raises on the import of a compiler; looking whether one is there is allowed.
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+    torch looks for triton when it starts CUDA, and doesn't import it.
+    """
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        """Take over every compiler's module."""
         if name.startswith(FORBIDDEN):
-            raise ImportError(f"{name} was imported at start")
+            return importlib.machinery.ModuleSpec(name, self)
+        return None
+
+    def exec_module(self, module: Any) -> None:
+        """Refuse."""
+        raise ImportError(f"{module.__name__} was imported at start")
 
 
 def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
