@@ -63,6 +63,8 @@ class BuildEvent:
         error_type: Class name of the error, for ``failed``.
         exit_code: What the error's class fixes, for ``failed``.
         size_bytes: Program and kernels, for ``finished``.
+        attention: What its attention calls got, for ``finished``: ``cudnn 28``.
+        warning: What a gate has to say, for ``finished``.
     """
 
     kind: Kind
@@ -80,6 +82,8 @@ class BuildEvent:
     error_type: str = ""
     exit_code: int = 0
     size_bytes: int = 0
+    attention: str = ""
+    warning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

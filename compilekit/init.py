@@ -132,7 +132,7 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in config.items() if name != "model_type"}
     try:
         full = transformers.AutoConfig.for_model(config.get("model_type"), **values)
-    except Exception:  # noqa: BLE001 - a class may raise anything about its values
+    except (KeyError, TypeError, ValueError, AttributeError, ImportError):
         return config
     return {**full.to_dict(), **config}
 

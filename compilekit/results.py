@@ -29,6 +29,8 @@ class BucketResult:
         error: Message and hint; empty unless failed.
         error_type: Class name in `compilekit.errors`; empty unless failed.
         log: Where the bucket's log was kept; empty = none.
+        attention: Backends that its attention calls got: ``cudnn 28, math 1``.
+        warning: What a gate has to say about it.
     """
 
     target: str
@@ -41,6 +43,8 @@ class BucketResult:
     error: str = ""
     error_type: str = ""
     log: str = ""
+    attention: str = ""
+    warning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,6 +48,7 @@ SURFACE = {
     "target": [],
     "target list": [],
     "target show": ["NAME"],
+    "target probe": ["--device", "--name", "--out"],
     "verify": ["ARTIFACT", "--weights", "--threads"],
 }
 

@@ -24,6 +24,7 @@ from runtime_models import Pair, State, Zoo, spread_call
 from torch import nn
 
 import compilekit
+from compilekit._torch.runtime import same_layout
 from compilekit.errors import CallRefusedError, MismatchError, NoBucketError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -851,3 +852,18 @@ def test_export_is_refused(attached: Attached) -> None:
     model = attached("forward")
     with pytest.raises(CallRefusedError, match="must be a dense tensor"):
         torch.export.export(model, (ids(),), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((3, 4), (4, 1)), ((4, 3), (1, 4)), ((2, 3), (1, 0)), ((), ())],
+)
+def test_a_copy_keeps_the_layout(
+    shape: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
+    """A misaligned argument is copied with its strides, expanded ones included."""
+    tensor = torch.arange(13.0)[1:].as_strided(shape, stride, 1)
+    copy = same_layout(tensor)
+    assert (copy.shape, copy.stride()) == (tensor.shape, tensor.stride())
+    assert torch.equal(copy, tensor)
+    assert copy.data_ptr() != tensor.data_ptr()

@@ -58,8 +58,8 @@ def test_a_launch_becomes_a_call() -> None:
     assert code == (
         "def call(args):\n"
         "    stream0 = get_raw_stream(device_index)\n"
-        "    triton_poi_0(arg0, buf0, 300, stream0)\n"
-        "    triton_poi_0(arg0, buf0, 300, stream0)\n"
+        "    triton_poi_0((arg0, buf0, 300), stream0)\n"
+        "    triton_poi_0((arg0, buf0, 300), stream0)\n"
         "    return (buf0,)"
     )
 
@@ -69,8 +69,14 @@ def test_constants_of_the_cubin_are_not_passed() -> None:
     code, grids = rewritten(
         CALL, triton_poi_0=kernel(arguments=("in_ptr0", "out_ptr0"))
     )
-    assert "triton_poi_0(arg0, buf0, stream0)" in code
+    assert "triton_poi_0((arg0, buf0), stream0)" in code
     assert grids == {"triton_poi_0": (3, 1, 1)}
+
+
+def test_scratch_pointers_are_written_out() -> None:
+    """Null pointers that this Triton's kernels take stand in the code."""
+    code, _ = rewritten(CALL, triton_poi_0=kernel(scratch=2))
+    assert "triton_poi_0((arg0, buf0, 300, None, None), stream0)" in code
 
 
 def test_two_grids_are_two_names() -> None:
@@ -83,7 +89,7 @@ def test_two_grids_are_two_names() -> None:
         triton_poi_0=kernel(),
     )
     assert grids == {"triton_poi_0": (3, 1, 1), "triton_poi_0_g2": (8, 1, 1)}
-    assert "triton_poi_0_g2(arg0, buf0, 900, stream0)" in code
+    assert "triton_poi_0_g2((arg0, buf0, 900), stream0)" in code
 
 
 def test_devices_follow_the_model() -> None:

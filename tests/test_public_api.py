@@ -41,7 +41,10 @@ def test_errors_is_the_module() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("attach", "model, artifact, *entry, *require, *on_uncovered, *device"),
+        (
+            "attach",
+            "model, artifact, *entry, *require, *on_uncovered, *device, *loading",
+        ),
         ("check", "artifact, *libraries"),
         ("open", "path"),
     ],

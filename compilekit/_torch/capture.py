@@ -26,11 +26,13 @@ from torch._dynamo.variables.base import (
     AttributeMutationExisting,
     ValueMutationExisting,
 )
+from torch._dynamo.variables.torch_function import TorchFunctionModeStackVariable
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compilekit._torch.breaks import describe_place, place_in
 
@@ -175,6 +177,9 @@ def _recorded_side_effects(into: list[SideEffect]) -> Iterator[None]:
     def record(self: SideEffects, *args: Any, **kwargs: Any) -> Any:
         for variable in self._get_modified_vars():
             kind = variable.mutation_type
+            # It has no name; `function_modes` sees a call that leaves one behind.
+            if isinstance(variable, TorchFunctionModeStackVariable):
+                continue
             if variable.source is None or not isinstance(
                 kind, (AttributeMutationExisting, ValueMutationExisting)
             ):
@@ -185,6 +190,14 @@ def _recorded_side_effects(into: list[SideEffect]) -> Iterator[None]:
 
     with mock.patch.object(SideEffects, "codegen_update_mutated", record):
         yield
+
+
+def function_modes() -> int:
+    """How many torch function modes are active (a default device is one of them).
+
+    Source: torch/overrides.py, _get_current_function_mode_stack (2.11, 2.13).
+    """
+    return int(torch._C._len_torch_function_stack())
 
 
 def operations(capture: Capture) -> int:
@@ -202,9 +215,13 @@ def foreign_device(capture: Capture, expected: str) -> tuple[str, str] | None:
     return None
 
 
-def run_graph(capture: Capture) -> tuple[Any, ...]:
+def run_graph(
+    capture: Capture, attention: list[tuple[str, str]] | None = None
+) -> tuple[Any, ...]:
     """Run the captured graph on its fake inputs; the outputs in graph order.
 
+    Args:
+        attention: Filled with backend and description of every attention call.
     Raises:
         GraphRunError: an operation needs values, which fake tensors don't have.
     """
@@ -212,6 +229,7 @@ def run_graph(capture: Capture) -> tuple[Any, ...]:
     modes = {t.fake_mode for t in capture.example_inputs if isinstance(t, FakeTensor)}
     mode = modes.pop() if modes else capture.fake_mode
     interpreter = _Located(capture.graph)
+    interpreter.attention = [] if attention is None else attention
     with torch.no_grad(), mode:
         try:
             return tuple(interpreter.run(*capture.example_inputs))
@@ -223,7 +241,23 @@ def run_graph(capture: Capture) -> tuple[Any, ...]:
 
 
 class _Located(torch.fx.Interpreter):
-    """Knows which node it is at."""
+    """Knows which node it is at, and which backend attention gets."""
+
+    attention: list[tuple[str, str]]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.higher_order.flex_attention:
+            self.attention.append(("flex", self.where()))
+        if target is not torch.nn.functional.scaled_dot_product_attention:
+            return super().call_function(target, args, kwargs)
+        seen = _AttentionOperators()  # type: ignore[no-untyped-call]
+        with seen:
+            result = super().call_function(target, args, kwargs)
+        tensors = [*args, *kwargs.values()]
+        texts = [_described(t) for t in tensors if isinstance(t, torch.Tensor)]
+        where = f" at {self.where()}" if self.where() else ""
+        self.attention.append((seen.backend, f"{', '.join(texts)}{where}"))
+        return result
 
     def run_node(self, n: torch.fx.Node) -> Any:
         self._node = n
@@ -235,6 +269,32 @@ class _Located(torch.fx.Interpreter):
 
     def where(self) -> str:
         return describe_place(place_in(self._node.meta.get("stack_trace") or ""))
+
+
+class _AttentionOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees which operator attention becomes on fake tensors of the target's device.
+
+    PyTorch's C++ chooses as it will for the compiled code. Asking it
+    (``torch._fused_sdp_choice``) would always give math for fake tensors.
+
+    Source: aten/src/ATen/native/transformers/attention.cpp,
+    scaled_dot_product_attention (2.11, 2.13).
+    """
+
+    backend = "math"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for backend in ("cudnn", "flash", "efficient"):
+            if f"_scaled_dot_product_{backend}_attention" in str(func):
+                self.backend = backend
+        return func(*args, **(kwargs or {}))
+
+
+def _described(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} strides {list(tensor.stride())}"
 
 
 def replay(

@@ -28,6 +28,7 @@ __all__ = [
     "UnfakeableTensorError",
     "fake_mode_of",
     "make_fake",
+    "moved",
     "new_fake_mode",
 ]
 
@@ -82,6 +83,15 @@ def make_fake(value: Value, mode: FakeTensorMode, device: torch.device | str) ->
     """
     converter = _Converter(mode, torch.device(device))
     result: Value = converter.convert(value)
+    return result
+
+
+def moved(value: Value, device: torch.device | str) -> Value:
+    """The same with every tensor on another device; containers that change are copied.
+
+    Tensors that shared a storage have one each afterwards.
+    """
+    result: Value = _Mover(torch.device(device)).convert(value)
     return result
 
 
@@ -178,6 +188,16 @@ class _Converter:
             tensor.size(),
             tensor.stride(),
         )
+
+
+class _Mover(_Converter):
+    """Moves tensors instead of replacing them by fake ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(new_fake_mode(), device)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
 
 
 def _oddity(tensor: torch.Tensor) -> str:

@@ -174,6 +174,68 @@ def load_with_aoti(
     return call
 
 
+def save_with_aot_compile(
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    path: Path,
+    options: Mapping[str, Any],
+) -> None:
+    """Compile one bucket with Dynamo's ``aot_compile`` and save it.
+
+    Short kernel names keep Inductor's static launcher usable when it is loaded. Guards
+    that can't be saved are left out.
+
+    Source: torch 2.11 and 2.13 _dynamo/eval_frame.py, aot_compile, and
+    _dynamo/aot_compile.py, AOTCompiledFunction.save_compiled_function.
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.enable_aot_compile = True
+    model, method = _module_and_method(function)
+    compiled: Any = torch.compile(
+        _entry(method),
+        fullgraph=True,
+        dynamic=False,
+        options={
+            **options,
+            "triton.descriptive_names": False,
+            "guard_filter_fn": lambda guards: [False] * len(guards),
+        },
+    )
+    compiled.aot_compile(((model,), dict(kwargs))).save_compiled_function(str(path))
+
+
+def load_with_aot_compile(
+    function: Callable[..., Any], path: Path, kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Load what `save_with_aot_compile` saved, for the live model.
+
+    Source: torch 2.11 and 2.13 compiler/__init__.py, load_compiled_function.
+    """
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.compile_threads = 1
+    model, _ = _module_and_method(function)
+    with path.open("rb") as file:
+        loaded: Any = torch.compiler.load_compiled_function(file)
+    return lambda **given: loaded(model, **given)
+
+
+def _module_and_method(function: Any) -> tuple[Any, str]:
+    if isinstance(function, torch.nn.Module):
+        return function, "forward"
+    return function.__self__, function.__name__
+
+
+def call_forward(model: Any, **kwargs: Any) -> Any:
+    """What is compiled: a function of a module can be saved, a bound method can't."""
+    return model(**kwargs)
+
+
+def _entry(method: str) -> Callable[..., Any]:
+    if method != "forward":
+        raise ValueError(f"aot_compile is measured for forward only, not {method}")
+    return call_forward
+
+
 def leaves(value: Any) -> list[Any]:
     """The leaves of a nested output, in torch's own order.
 

@@ -63,12 +63,13 @@ def output_code_names(device: str = "cpu") -> dict[str, Any]:
     }
 
 
+@functools.cache
 def _extern_kernels() -> SimpleNamespace:
     """The members of Inductor's ``extern_kernels`` that aren't Python inside Inductor.
 
-    Source: every ExternKernelChoice in torch/_inductor (2.11, 2.13). ``bias_addmm``
-    and ``conv1x1_via_mm`` are Python there (kernel/mm_common.py, kernel/conv.py), so
-    the runtime brings its own.
+    Source: every ExternKernelChoice in torch/_inductor (2.11, 2.12, 2.13).
+    ``bias_addmm`` and ``conv1x1_via_mm`` are Python there (kernel/mm_common.py,
+    kernel/conv.py), so the runtime brings its own.
     """
     return SimpleNamespace(
         mm=torch.mm,
@@ -76,7 +77,15 @@ def _extern_kernels() -> SimpleNamespace:
         bmm=torch.bmm,
         baddbmm=torch.baddbmm,
         convolution=torch.convolution,
+        mm_dtype=torch.mm,
+        bmm_dtype=torch.bmm,
         _int_mm=torch._int_mm,
+        _scaled_mm=torch._scaled_mm,
+        _grouped_mm=torch._grouped_mm,
+        _scaled_grouped_mm=torch._scaled_grouped_mm,
+        _sparse_semi_structured_mm=torch._sparse_semi_structured_mm,
+        _weight_int8pack_mm=torch._weight_int8pack_mm,
+        _mm_plus_mm=torch.ops.inductor._mm_plus_mm,
         bias_addmm=_bias_addmm,
         conv1x1_via_mm=_conv1x1_via_mm,
     )
@@ -250,6 +259,19 @@ def reinterpret(
         tensor, tuple(shape), tuple(stride), offset
     )
     return view
+
+
+def same_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same shape and strides, expanded dimensions included.
+
+    Source: torch/_inductor/compile_fx.py, clone_preserve_strides (2.11, 2.13).
+    """
+    sizes = zip(tensor.size(), tensor.stride(), strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in sizes)
+    if tensor.numel() == 0:
+        return tensor.clone()
+    flat = tensor.as_strided((reach,), (1,)).clone()
+    return flat.as_strided(tensor.size(), tensor.stride())
 
 
 def load_cubin(path: str, symbol: str, shared: int, index: int) -> int:

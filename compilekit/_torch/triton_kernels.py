@@ -26,7 +26,7 @@ class TritonKernel:
         prefix: Assignments that the grid expressions use.
         grid: Expressions for the three grid sizes over the parameters.
         config: The chosen config: block sizes, warps, stages.
-        candidates: How many configs there were.
+        candidates: How many configs Inductor would benchmark.
         registers: Per thread.
     """
 
@@ -50,6 +50,8 @@ class TritonKernel:
 def kept_triton_kernels(into: dict[str, Any]) -> Iterator[None]:
     """Keep every Triton kernel's autotuner by the name output code gives it.
 
+    Only the first config that fits is compiled: nothing here could choose another.
+
     Source: torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.precompile
     (2.11, 2.13).
     """
@@ -57,10 +59,22 @@ def kept_triton_kernels(into: dict[str, Any]) -> Iterator[None]:
 
     original = CachingAutotuner.precompile
 
-    def keep(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        configs = list(self.configs or ())
+        if configs:
+            self.compilekit_candidates = len(configs)
+        for number, config in enumerate(configs, 1):
+            self.configs, self.compile_results, self.launchers = [config], [], []
+            try:
+                original(self, *args, **kwargs)
+                break
+            except RuntimeError:
+                # It needs more than the device has: the next one, as on the device.
+                if number == len(configs):
+                    raise
+        else:
+            original(self, *args, **kwargs)
         into[self.inductor_meta["kernel_name"]] = self
-        return result
 
     with mock.patch.object(CachingAutotuner, "precompile", keep):
         yield
@@ -71,7 +85,7 @@ class NotStaticError(Exception):
 
 
 def kernel_facts(autotuner: Any) -> TritonKernel:
-    """Everything a launch needs, for the autotuner's first config.
+    """Everything a launch needs, for the autotuner's first config that fits.
 
     The first is Inductor's own default; a tuning file may name another.
 
@@ -85,7 +99,9 @@ def kernel_facts(autotuner: Any) -> TritonKernel:
         StaticTritonCompileResult,
     )
 
-    result = autotuner.compile_results[0]
+    # Configs that need more than the device has get no launcher.
+    chosen = autotuner.launchers[0].config
+    result = next(r for r in autotuner.compile_results if r.config is chosen)
     if not isinstance(result, StaticTritonCompileResult):
         raise NotStaticError(
             "it takes launch attributes, scratch memory or a descriptor that only"
@@ -118,6 +134,6 @@ def kernel_facts(autotuner: Any) -> TritonKernel:
             "num_warps": result.config.num_warps,
             "num_stages": result.config.num_stages,
         },
-        candidates=len(autotuner.compile_results),
+        candidates=autotuner.compilekit_candidates,
         registers=int(kernel.n_regs),
     )

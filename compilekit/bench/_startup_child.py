@@ -89,9 +89,11 @@ def load(spec: Mapping[str, Any]) -> Loaded:
     _import_model_code(config)
     import_code_ms = elapsed_ms(started)
     started = time.perf_counter()
-    model = models.build_real(config, weights=spec["weights"])
+    device = spec.get("device", "cpu")
+    model = models.build_real(config, weights=spec["weights"], device=device)
+    wait(device)
     model_ms = elapsed_ms(started)
-    calls = make_calls(config)
+    calls = make_calls(config, device)
     return Loaded(
         config,
         model,
@@ -115,13 +117,26 @@ def _import_model_code(config: Config) -> None:
         getattr(transformers, config.model.model_class or "AutoModel")
 
 
-def make_calls(config: Config) -> list[Call]:
+def wait(device: str) -> None:
+    """Wait for a GPU: a call returns before its work is done."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def make_calls(config: Config, device: str = "cpu") -> list[Call]:
     """Every bucket of every entry, in configuration order, with sample inputs."""
     from ..compiler import models
     from ..plan import buckets
 
     return [
-        Call(name, entry.method, bucket, models.example_kwargs(config, entry, bucket))
+        Call(
+            name,
+            entry.method,
+            bucket,
+            models.example_kwargs(config, entry, bucket, device=device),
+        )
         for name, entry in config.entries.items()
         for bucket in buckets(config, name)
     ]
@@ -162,6 +177,8 @@ def prepare(spec: Mapping[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     if spec["what"] == "packages":
         _prepare_packages(loaded, store / "packages")
+    elif spec["what"] == "functions":
+        _prepare_functions(loaded, store / "functions")
     else:
         _prepare_caches(loaded, store)
     return {"seconds": time.perf_counter() - started}
@@ -202,6 +219,22 @@ def _prepare_packages(loaded: Loaded, packages: Path) -> None:
         with torch.no_grad():
             peers.package_with_aoti(
                 loaded.model, call.kwargs, _package(packages, call), options
+            )
+
+
+def _prepare_functions(loaded: Loaded, folder: Path) -> None:
+    import torch
+
+    from .._torch import peers
+
+    folder.mkdir()
+    options = peers.inductor_options(
+        loaded.config.compile.mode, loaded.config.compile.options
+    )
+    for call in loaded.calls:
+        with torch.no_grad():
+            peers.save_with_aot_compile(
+                eager(loaded, call), call.kwargs, _function(folder, call), options
             )
 
 
@@ -246,15 +279,17 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
             _forget_compilekit()
         started = time.perf_counter()
         functions = start(spec["what"], loaded, Path(spec["shipped"]), phases_ms)
+        device = spec.get("device", "cpu")
         attach_ms = elapsed_ms(started)
         for call, function in zip(loaded.calls, functions, strict=True):
             started = time.perf_counter()
             output = function(**call.kwargs)
+            wait(device)
             first_ms.append(elapsed_ms(started))
             outputs.append(tensors(output))
         started_up = _start_facts(modules)
         for call, function in zip(loaded.calls, functions, strict=True):
-            later_ms.append(call_ms(function, call.kwargs, spec["calls"]))
+            later_ms.append(call_ms(function, call.kwargs, spec["calls"], device))
     expected = torch.load(Path(spec["store"]) / "reference.pt", weights_only=True)
     return {
         "ready_ms": attach_ms + sum(first_ms),
@@ -343,6 +378,15 @@ def start(
             peers.load_with_aoti(_package(shipped, call), weights)
             for call in loaded.calls
         ]
+    if row == "aot":
+        from .._torch import peers
+
+        return [
+            peers.load_with_aot_compile(
+                eager(loaded, call), _function(shipped, call), call.kwargs
+            )
+            for call in loaded.calls
+        ]
     if row in ("mega", "mega+kernels"):
         import torch
 
@@ -377,13 +421,17 @@ def compiled(loaded: Loaded, call: Call) -> Callable[..., Any]:
 
 
 def call_ms(
-    function: Callable[..., Any], kwargs: Mapping[str, Any], calls: int
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    calls: int,
+    device: str = "cpu",
 ) -> list[float]:
     """Times of several calls, one after the other."""
     times = []
     for _ in range(calls):
         started = time.perf_counter()
         output = function(**kwargs)
+        wait(device)
         times.append(elapsed_ms(started))
         # Giving its memory back isn't part of the call.
         del output
@@ -435,6 +483,10 @@ def elapsed_ms(started: float) -> float:
 
 def _package(packages: Path, call: Call) -> Path:
     return packages / f"{call.entry}-{call.bucket.name}.pt2"
+
+
+def _function(functions: Path, call: Call) -> Path:
+    return functions / f"{call.entry}-{call.bucket.name}.bin"
 
 
 def _count_processes(event: str, arguments: tuple[Any, ...]) -> None:

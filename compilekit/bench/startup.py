@@ -41,6 +41,7 @@ ROWS: Mapping[str, str] = {
     "moved": "torch.compile, its cache directory built elsewhere and moved here",
     "mega": "torch.compiler.load_cache_artifacts; C++ kernels are compiled again",
     "mega+kernels": "the same with the compiled C++ kernels restored; no compiler",
+    "aot": "torch.compile(...).aot_compile, one saved function per bucket",
     "aoti": "AOTInductor, one package per bucket, weights outside, its C++ loader",
     "compilekit": "compilekit.attach, program route",
 }
@@ -51,6 +52,7 @@ _SHIPS: Mapping[str, str] = {
     "moved": "caches",
     "mega": "caches",
     "mega+kernels": "caches",
+    "aot": "functions",
     "aoti": "packages",
     "compilekit": "artifact",
 }
@@ -405,7 +407,7 @@ class _Bench:
         """Where the things lie that a row ships."""
         if row == "compilekit":
             return self.artifact or self.store / "artifact"
-        return self.store / {"aoti": "packages"}.get(row, row)
+        return self.store / {"aoti": "packages", "aot": "functions"}.get(row, row)
 
 
 class _Narrator:
@@ -466,6 +468,7 @@ def _run_child(bench: _Bench, task: str, what: str) -> _Outcome:
             "threads": bench.threads,
             "calls": bench.calls,
             "store": str(bench.store),
+            "device": _device(bench.config),
             "shipped": str(bench.shipped(what)),
         }
         needs_no_compiler = task == "measure" and what in _WITHOUT_COMPILER
@@ -475,6 +478,13 @@ def _run_child(bench: _Bench, task: str, what: str) -> _Outcome:
             environment(bench.threads, work, cache, compiler=not needs_no_compiler),
             bench.timeout_seconds,
         )
+
+
+def _device(config: Config) -> str:
+    """Where the rows run: on the kind of device that the first target names."""
+    from ..targets import load_target
+
+    return load_target(config.build.targets[0]).kind
 
 
 def environment(

@@ -129,6 +129,15 @@ def report(result: BuildResult, output: Path) -> Report:
             fold=("target", "entry"),
         )
     ]
+    if any(bucket.attention for bucket in result.buckets):
+        attention = [(b.target, b.entry, b.bucket, b.attention) for b in result.buckets]
+        columns = ("target", "entry", "bucket", "backends")
+        blocks.append(Table("attention", columns, attention, fold=("target", "entry")))
+    blocks += [
+        Text(f"{one.target}/{one.entry}/{one.bucket}: {one.warning}", "warn")
+        for one in result.buckets
+        if one.warning
+    ]
     blocks += [Text(text, "bad") for text in failures(result.failed)]
     if result.artifact is None:
         count = len(result.failed)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import click
 
-from compilekit.cli.options import Command, Commands
-from compilekit.console import Facts, Mark, Report, Table
+from compilekit.cli.options import PATH, Command, Commands
+from compilekit.console import Block, Facts, Mark, Report, Table
+from compilekit.errors import ResourceError
 
 
 @click.command("list", cls=Command, example="compilekit target list")
@@ -75,8 +79,73 @@ def show(name: str) -> Report:
     )
 
 
+@click.command(cls=Command, example="compilekit target probe --out nvidia-new.json")
+@click.option(
+    "--device",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Which of the visible GPUs.",
+)
+@click.option("--name", default="", metavar="NAME", help="The target's name.")
+@click.option("--out", type=PATH, metavar="FILE", help="Write the description there.")
+def probe(device: int, name: str, out: Path | None) -> Report:
+    """Describe the GPU of this machine, from its driver.
+
+    A description in the folder that COMPILEKIT_TARGETS names is a target like those
+    that come with compilekit, also on a machine without the device.
+    """
+    from compilekit import targets
+    from compilekit.targets import probe as probing
+
+    if out is not None:
+        # A target is found by its file's name.
+        name = name or out.stem
+    described = probing.probe(probing.driver_library(), device, name)
+    if out is not None:
+        text = json.dumps(described, indent=2) + "\n"
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as exc:
+            raise ResourceError(f"{out} can't be written: {exc.strerror}") from exc
+    title = described["device"]["name"]["value"]
+    same = [
+        known
+        for known in map(targets.load_target, targets.list_targets())
+        if known.device.get("name") == title
+    ]
+    rows = [
+        (key, item["mark"], str(item["value"]))
+        for key, item in {**described["values"], **described["device"]}.items()
+    ]
+    blocks: list[Block] = [
+        Facts((("target", described["name"]), ("comment", described["comment"]))),
+        Table("value", ("name", "source", "value"), rows),
+    ]
+    contradicted = {known.name: probing.differences(known, described) for known in same}
+    for known in same:
+        differing = [
+            (known.name, key, str(known.device[key]), str(value))
+            for key, value in contradicted[known.name].items()
+        ]
+        columns = ("target", "name", "its value", "here")
+        if differing:
+            blocks.append(Table("difference", columns, differing))
+        else:
+            blocks.append(Facts((("equal to", known.name),)))
+    return Report(
+        {"target": described, "differences": contradicted},
+        tuple(blocks),
+        next=f"COMPILEKIT_TARGETS={out.parent} compilekit build CONFIG -o artifact"
+        f" --target {described['name']}"
+        if out is not None
+        else "",
+    )
+
+
 target = Commands(
     "target",
     help="Look at the targets that programs can be built for.",
-    sections={"Commands": (list_, show)},
+    sections={"Commands": (list_, show, probe)},
 )

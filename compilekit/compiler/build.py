@@ -20,8 +20,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +160,53 @@ def _compile(
     logs: Path,
     on_event: OnBuildEvent,
 ) -> list[BucketResult]:
-    """Run workers until every job has a result."""
+    """Run workers until every job has a result.
+
+    A CPU target's time goes into the C++ compiler, which its worker runs in threads. A
+    GPU target's goes into Python, so its buckets are shared out among workers.
+    """
+    target = targets.load_target(jobs[0][1].target)
+    environment = _environment(scratch, target)
+    workers = min(threads, len(jobs)) if target.kind == "cuda" else 1
     results: dict[int, BucketResult] = {}
-    waiting = list(jobs)
-    while waiting:
-        _run_worker(config, waiting, count, threads, scratch, logs, results, on_event)
-        waiting = [item for item in waiting if item[0] not in results]
+    running: list[subprocess.Popen[str]] = []
+    stopped = threading.Event()
+    one_at_a_time = threading.Lock()
+
+    def report(event: BuildEvent) -> None:
+        with one_at_a_time:
+            on_event(event)
+
+    def run(number: int) -> None:
+        # Large and small buckets take turns, so that no worker gets all the large ones.
+        waiting = jobs[number::workers]
+        while waiting and not stopped.is_set():
+            _run_worker(
+                config,
+                waiting,
+                count,
+                max(1, threads // workers),
+                scratch,
+                environment,
+                logs,
+                results,
+                running,
+                report,
+            )
+            waiting = [item for item in waiting if item[0] not in results]
+
+    if workers == 1:
+        run(0)
+    else:
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            try:
+                list(pool.map(run, range(workers)))
+            finally:
+                # Ctrl-C comes to this thread, and the others wait for their workers.
+                stopped.set()
+                for worker in running:
+                    if worker.poll() is None:
+                        _kill(worker)
     return [results[index] for index, _ in jobs]
 
 
@@ -173,8 +216,10 @@ def _run_worker(
     count: int,
     threads: int,
     scratch: Path,
+    environment: Mapping[str, str],
     logs: Path,
     results: dict[int, BucketResult],
+    running: list[subprocess.Popen[str]],
     on_event: OnBuildEvent,
 ) -> None:
     """Start one worker on the waiting jobs and read its events until it ends."""
@@ -197,12 +242,13 @@ def _run_worker(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=_environment(scratch, targets.load_target(waiting[0][1].target)),
+            env=environment,
             text=True,
             encoding="utf-8",
             # Ctrl-C goes to this process, which ends the worker and its compilers.
             start_new_session=True,
         )
+        running.append(worker)
         try:
             if worker.stdin is None or worker.stdout is None:
                 raise errors.ResourceError("the worker process has no pipes")
@@ -262,8 +308,7 @@ def _run_worker(
 def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
     """The worker's environment: its caches lie in the scratch folder.
 
-    For a GPU, a stub CUDA runtime is preloaded, whether or not one is here: a build is
-    the same everywhere.
+    For a GPU that isn't here, a stub CUDA runtime is preloaded.
     """
     environment = {
         **os.environ,
@@ -285,17 +330,23 @@ def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
             f" {torch.__version__}",
             hint="Install torch's CUDA wheel; no GPU or driver is needed.",
         )
+    if emulation.is_here(target):
+        return emulation.native_environment(environment)
     stubs = emulation.make_stubs(target, torch.version.cuda, scratch / "stubs")
     return emulation.environment(stubs, environment)
 
 
 def _end(worker: subprocess.Popen[str]) -> None:
     """End a worker and every compiler it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.pid, signal.SIGKILL)
+    _kill(worker)
     worker.wait()
     if worker.stdout is not None:
         worker.stdout.close()
+
+
+def _kill(worker: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker.pid, signal.SIGKILL)
 
 
 def _death(code: int) -> str:
@@ -338,6 +389,8 @@ def _result(event: BuildEvent) -> BucketResult:
         error=event.message if event.kind == "failed" else "",
         error_type=event.error_type,
         log=event.log,
+        attention=event.attention,
+        warning=event.warning,
     )
 
 
@@ -363,8 +416,9 @@ def _pack(
     for target in dict.fromkeys(job.target for job in planned.jobs):
         folder = scratch / target
         for kind in ("kernels", "sources", "constants"):
-            for path in sorted((folder / kind).glob("*")):
+            for path in sorted((folder / kind).glob("[!.]*")):
                 files[f"{kind}/{path.name}"] = path.read_bytes()
+        attention: dict[str, dict[str, Any]] = {}
         for entry in config.entries.values():
             jobs = [
                 j for j in planned.jobs if (j.target, j.entry) == (target, entry.name)
@@ -375,6 +429,9 @@ def _pack(
                 place = f"programs/{target}/{entry.name}/{job.bucket.name}"
                 for name in ("program.json", "call.py", "call.pyc"):
                     files[f"{place}/{name}"] = (source / name).read_bytes()
+                attention.setdefault(entry.name, {})[job.bucket.name] = json.loads(
+                    (source / "attention.json").read_bytes()
+                )
                 data = json.loads((source / "entry.json").read_bytes())
                 parts.append(entry_from_json(data))
             merged = merge_entries(parts)
@@ -384,9 +441,10 @@ def _pack(
             entries[entry.name] = ManifestEntry(
                 merged.axes, tuple(job.bucket for job in jobs)
             )
+        reports[f"reports/{target}/attention.json"] = canonical.encode(attention)
         described[target] = {
             **_described(target),
-            "factors": factors.kernel_factors(folder / "kernels"),
+            "factors": factors.target_factors(folder),
         }
         for path in sorted((folder / "logs").glob("*.log")):
             if path.stat().st_size:
@@ -426,8 +484,7 @@ def _verified(
     runnable = {
         name
         for name in {bucket.target for bucket in result.buckets}
-        if (target := targets.load_target(name)).kind == "cpu"
-        and not targets.missing_features(target, flags)
+        if _runs_here(targets.load_target(name), flags)
     }
     buckets = [
         bucket
@@ -456,6 +513,15 @@ def _verified(
             buckets[position] = dataclasses.replace(bucket, status="verified")
     code = 0 if outcome.passed else errors.VerifyError.exit_code
     return dataclasses.replace(result, buckets=tuple(buckets), exit_code=code)
+
+
+def _runs_here(target: targets.Target, flags: frozenset[str]) -> bool:
+    """True if the target is this machine's own CPU level or GPU."""
+    if target.kind == "cpu":
+        return not targets.missing_features(target, flags)
+    from compilekit._torch import emulation
+
+    return emulation.is_here(target)
 
 
 def _as_build_event(on_event: OnBuildEvent, buckets: list[BucketResult]) -> Any:

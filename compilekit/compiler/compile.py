@@ -45,6 +45,7 @@ from compilekit.artifact.program import (
     Program,
 )
 from compilekit.compiler import convention
+from compilekit.compiler.attention import Attention, counted, hold_gate
 from compilekit.compiler.harvest import HostCode, host_code
 from compilekit.compiler.models import FOREIGN_ERRORS, entry_callable, example_kwargs
 from compilekit.config import Config, EntryConfig
@@ -81,6 +82,8 @@ class CompiledBucket:
         kernels: Name in `code` → C++ source.
         triton: Name in `code` → Triton kernel and its grid.
         constants: File name in ``constants/`` → bytes.
+        attention: What its attention calls got.
+        warning: What a gate has to say about it; empty if nothing.
     """
 
     program: Program
@@ -90,6 +93,8 @@ class CompiledBucket:
     kernels: Mapping[str, CppSource]
     triton: Mapping[str, tuple[TritonKernel, tuple[int, int, int]]]
     constants: Mapping[str, bytes]
+    attention: Attention
+    warning: str
 
 
 def compile_bucket(
@@ -125,11 +130,14 @@ def compile_bucket(
     with _ambient_kept():
         captured = _capture(function, model, kwargs, target)
         places = convention.inputs(captured)
-        stand_ins = _run_graph(captured)
+        asked: list[tuple[str, str]] = []
+        stand_ins = _run_graph(captured, asked)
         before = convention.snapshot(captured, model, kwargs)
         with _explained("Dynamo's own bytecode can't be run around the graph"):
             value = dynamo.replay(captured, function, (model, kwargs), stand_ins)
         convention.refuse_side_effects(captured, model, kwargs, before)
+    attention = counted(asked)
+    warning = hold_gate(attention, config.gates.math_attention)
     on_stage("capture", time.perf_counter() - began)
 
     began = time.perf_counter()
@@ -183,6 +191,8 @@ def compile_bucket(
         constants={
             f"{digest}.safetensors": data for digest, data in constants.values()
         },
+        attention=attention,
+        warning=warning,
     )
     _refuse_unfit(model, compiled.entry)
     on_stage("harvest", time.perf_counter() - began)
@@ -231,10 +241,10 @@ def _ambient_kept() -> Iterator[None]:
     Raises:
         UnsupportedByProgramError: names the state.
     """
-    before = ambient()
+    before = {**ambient(), "torch function modes": dynamo.function_modes()}
     try:
         yield
-        after = ambient()
+        after = {**ambient(), "torch function modes": dynamo.function_modes()}
     finally:
         torch.set_default_dtype(getattr(torch, before["default_dtype"]))
         torch.use_deterministic_algorithms(before["deterministic"])
@@ -336,7 +346,9 @@ def _summary(exc: BaseException | None) -> str:
     return " ".join(lines[:2])[:400] or "no message"
 
 
-def _run_graph(captured: dynamo.Capture) -> tuple[Any, ...]:
+def _run_graph(
+    captured: dynamo.Capture, attention: list[tuple[str, str]]
+) -> tuple[Any, ...]:
     """The graph's outputs on its fake inputs.
 
     Raises:
@@ -346,7 +358,7 @@ def _run_graph(captured: dynamo.Capture) -> tuple[Any, ...]:
     """
     before = convention.layouts(captured)
     try:
-        stand_ins = dynamo.run_graph(captured)
+        stand_ins = dynamo.run_graph(captured, attention)
     except dynamo.GraphRunError as exc:
         where = f" ({exc.where})" if exc.where else ""
         if exc.data_dependent:

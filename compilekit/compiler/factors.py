@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,27 @@ def _installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def target_factors(scratch: Path) -> dict[str, Any]:
+    """What a target's code depends on besides the common factors.
+
+    Args:
+        scratch: Where the target's workers left their files.
+    """
+    written = scratch / "factors.json"
+    stated = json.loads(written.read_bytes()) if written.is_file() else {}
+    shared = max(_shared_memory(scratch), default=0)
+    if shared:
+        stated["shared_memory"] = shared
+    return {**kernel_factors(scratch / "kernels"), **stated}
+
+
+def _shared_memory(scratch: Path) -> Iterator[int]:
+    """Bytes of shared memory that each kernel of a GPU target needs in a block."""
+    for path in scratch.glob("buckets/*/*/program.json"):
+        for kernel in json.loads(path.read_bytes())["kernels"].values():
+            yield int(kernel["launch"].get("shared", 0))
 
 
 def kernel_factors(kernels: Path) -> dict[str, Any]:

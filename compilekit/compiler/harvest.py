@@ -159,6 +159,18 @@ class _Cleaner(ast.NodeTransformer):
             return None
         return self.generic_visit(node)
 
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        """``x = copy_if_misaligned(x)``, which torch 2.12 and 2.13 write on a GPU."""
+        call = node.value
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id in ("copy_misaligned", "copy_if_misaligned")
+            and ast.unparse(node.targets[0]) in self.inputs
+        ):
+            return None
+        return self.generic_visit(node)
+
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if isinstance(node.value, str):
             return ast.copy_location(ast.Constant(_ADDRESS.sub("", node.value)), node)

@@ -3,7 +3,8 @@
 Inductor writes ``triton_poi_0.run(buf0, buf1, 1024, stream=stream0)`` and computes the
 grid from the sizes at each call. Shapes are static here, so the sizes are literals:
 `plain_launches` evaluates each grid once and leaves
-``triton_poi_0(buf0, buf1, 1024, stream0)``, with exactly the arguments the cubin takes.
+``triton_poi_0((buf0, buf1, 1024), stream0)``, with exactly the arguments the cubin
+takes: a launch is one call into C.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class _Rewriter(ast.NodeTransformer):
         self.launched[label] = kernel
         stream = next(k.value for k in node.keywords if k.arg == "stream")
         arguments = [passed[argument] for argument in kernel.arguments]
-        return ast.Call(ast.Name(label, ast.Load()), [*arguments, stream], [])
+        nulls: list[ast.expr] = [ast.Constant(None)] * kernel.scratch
+        packed = ast.Tuple([*arguments, *nulls], ast.Load())
+        return ast.Call(ast.Name(label, ast.Load()), [packed, stream], [])
 
     def _label(self, name: str, grid: Grid) -> str:
         """The kernel's name, numbered if it's launched with several grids."""

@@ -34,6 +34,7 @@ from compilekit._torch.fake import (
     UnfakeableTensorError,
     fake_mode_of,
     make_fake,
+    moved,
     new_fake_mode,
 )
 from compilekit.config import Config, EntryConfig, InputConfig
@@ -95,8 +96,10 @@ def build_fake(
         ) from exc
 
 
-def build_real(config: Config, *, weights: str = "", seed: int = 0) -> nn.Module:
-    """Make the configured model with real tensors on the CPU, in eval mode.
+def build_real(
+    config: Config, *, weights: str = "", seed: int = 0, device: str = "cpu"
+) -> nn.Module:
+    """Make the configured model with real tensors, in eval mode.
 
     Args:
         config: The configuration.
@@ -105,18 +108,20 @@ def build_real(config: Config, *, weights: str = "", seed: int = 0) -> nn.Module
             ``package:NAME/DIR`` looks inside an installed package. Empty = the model's
             own random initialisation.
         seed: Seed of the initialisation; tensors that `weights` lacks get it too.
+        device: Where the model is made (random weights) or moved to.
     Raises:
         ConfigError: the model or its weights can't be found or don't fit.
     """
-    with torch.random.fork_rng(devices=[]):
+    place = torch.device(device)
+    with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(seed)
         if not weights:
-            return _construct(config, torch.device("cpu"))
+            return _construct(config, place)
         if _is_hugging_face(config):
-            return _from_pretrained(config, weights)
+            return _from_pretrained(config, weights).to(place)
         model = _construct(config, torch.device("cpu"))
         _load_weights(model, config, weights)
-        return model
+        return model.to(place)
 
 
 def entry_callable(model: nn.Module, entry: EntryConfig) -> Callable[..., Any]:
@@ -148,8 +153,8 @@ def example_kwargs(
         config: The configuration.
         entry: The entry, with its declared inputs and fixed arguments.
         bucket: Sizes of the axes.
-        fake: The model's mode, for fake tensors; None = real tensors on the CPU.
-        device: The device that fake tensors pretend to be on.
+        fake: The model's mode, for fake tensors; None = real tensors.
+        device: Where real tensors are, or the device that fake ones pretend to be on.
         seed: Seed of the values: integers are drawn between ``low`` and ``high``
             (the vocabulary's size for names that end in ``input_ids``, else 2),
             floats from a normal distribution, booleans evenly.
@@ -167,7 +172,8 @@ def example_kwargs(
             )
         kwargs[name] = value
     if fake is None:
-        return kwargs
+        # Drawn on the CPU, so that a seed means the same on every device.
+        return kwargs if device == "cpu" else moved(kwargs, device)
     try:
         return make_fake(kwargs, fake, device)
     except UnfakeableTensorError as exc:

@@ -59,7 +59,8 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     config = dataclasses.replace(config, path=Path(spec["base"]) / "compilekit.toml")
     entry = config.entries[spec["entry"]]
     bucket = Bucket(spec["bucket"], spec["axes"])
-    model = build_real(config, weights=spec["weights"], seed=0)
+    device = spec["device"]
+    model = build_real(config, weights=spec["weights"], seed=0, device=device)
     twin = copy.deepcopy(model)
     artifact = open_artifact(spec["artifact"])
     spawned: list[str] = []
@@ -79,11 +80,11 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     padded = _padded(entry, bucket, program)
     for seed, threads in enumerate(spec["threads"]):
         torch.set_num_threads(threads)
-        kwargs = example_kwargs(config, entry, bucket, seed=seed)
+        kwargs = example_kwargs(config, entry, bucket, seed=seed, device=device)
         difference = _compare_call(model, twin, config, entry, kwargs, seed)
         message = difference.message
         if padded is not None and not message:
-            kwargs = example_kwargs(config, entry, padded, seed=seed)
+            kwargs = example_kwargs(config, entry, padded, seed=seed, device=device)
             smaller = _compare_call(model, twin, config, entry, kwargs, seed)
             if smaller.message:
                 message = f"padded from {padded.name}, {smaller.message}"

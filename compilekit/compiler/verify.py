@@ -2,7 +2,8 @@
 
 Each bucket gets a process of its own, so that none profits from what another loaded.
 In it, PATH is empty, an audit hook sees every started process, and torch's counters
-every compiled frame; the result is compared with eager at 1, N and 4N threads.
+every compiled frame; the result is compared with eager, on a CPU at 1, N and 4N
+threads.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from compilekit.artifact import (
     write_verification,
 )
 from compilekit.config import Config
-from compilekit.errors import ConfigError, NeedsDeviceError
+from compilekit.errors import ConfigError, MismatchError, NeedsDeviceError
 from compilekit.events import OnVerifyEvent, VerifyEvent, ignore
 from compilekit.plan import Bucket
 from compilekit.results import BucketVerified, VerifyResult
@@ -59,34 +60,67 @@ def verify(
     began = time.perf_counter()
     artifact = open_artifact(path)
     refuse(f"artifact {artifact.root} can't be verified here", check(artifact))
-    target = choose_target(artifact)
+    chosen = _chosen_targets(artifact)
     cpus = os.cpu_count() or 1
-    counts = threads or tuple(sorted({1, cpus, 4 * cpus}))
+    rows: dict[str, list[BucketVerified]] = {}
     with tempfile.TemporaryDirectory(prefix="compilekit-verify-") as folder:
-        spec: dict[str, Any] = {
+        base: dict[str, Any] = {
             "artifact": str(artifact.root),
-            "threads": counts,
             **_configuration(artifact, config, weights, Path(folder)),
         }
-        buckets = [
-            (name, bucket)
+        jobs_of_all = [
+            (kind, target, name, bucket)
+            for kind, target in chosen.items()
             for name, entry in artifact.manifest.entries.items()
             for bucket in entry.buckets
         ]
+        count = len(jobs_of_all)
+        for kind, target in chosen.items():
+            # On a GPU the number of CPU threads changes nothing, and two models at once
+            # might not fit.
+            on_gpu = kind == "cuda"
+            counts = threads or ((1,) if on_gpu else tuple(sorted({1, cpus, 4 * cpus})))
+            at_once = 1 if on_gpu else jobs or max(1, cpus // 2)
+            spec = {**base, "threads": counts, "device": kind}
 
-        def replay(item: tuple[int, tuple[str, Bucket]]) -> list[BucketVerified]:
-            index, (entry, bucket) = item
-            return _replay(spec, target, entry, bucket, index, len(buckets), on_event)
+            def replay(
+                item: tuple[int, tuple[str, str, str, Bucket]],
+                spec: dict[str, Any] = spec,
+            ) -> list[BucketVerified]:
+                index, (_, target, entry, bucket) = item
+                return _replay(spec, target, entry, bucket, index, count, on_event)
 
-        with ThreadPoolExecutor(max_workers=jobs or max(1, cpus // 2)) as pool:
-            rows = [r for rows in pool.map(replay, enumerate(buckets, 1)) for r in rows]
-    result = tuple(rows)
+            mine = [item for item in enumerate(jobs_of_all, 1) if item[1][1] == target]
+            with ThreadPoolExecutor(max_workers=at_once) as pool:
+                rows[target] = [row for done in pool.map(replay, mine) for row in done]
+    result = tuple(row for mine in rows.values() for row in mine)
     if not result:
         raise NeedsDeviceError(f"artifact {artifact.root} has nothing to verify here")
     record = write_verification(
-        artifact, {target: TargetVerified(describe_machine(), result)}
+        artifact,
+        {
+            target: TargetVerified(describe_machine(kind), tuple(rows[target]))
+            for kind, target in chosen.items()
+        },
     )
     return VerifyResult(result, record, artifact.digest, time.perf_counter() - began)
+
+
+def _chosen_targets(artifact: Artifact) -> dict[str, str]:
+    """Device type → the target whose code runs on it, for all that are here.
+
+    Raises:
+        MismatchError: none runs here.
+    """
+    kinds = {one["kind"]: None for one in artifact.manifest.targets.values()}
+    chosen = {}
+    for kind in kinds:
+        try:
+            chosen[kind] = choose_target(artifact, kind)
+        except MismatchError:
+            if len(kinds) == 1:
+                raise
+    return chosen
 
 
 def _configuration(

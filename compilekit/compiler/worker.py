@@ -4,7 +4,7 @@ It reads one JSON document from standard input, writes events as JSON lines to w
 standard output, and leaves its results in a scratch folder:
 
     kernels/<digest>.so  sources/<digest>.cpp  constants/<digest>.safetensors
-    buckets/<entry>/<bucket>/{program.json, entry.json, call.py, call.pyc}
+    buckets/<entry>/<bucket>/{program,entry,attention}.json, call.py, call.pyc
     logs/<entry>-<bucket>.log     everything that was printed meanwhile
 
 Kernels compile in threads (the C++ compiler is a process of its own) while the next
@@ -14,6 +14,7 @@ bucket is captured. A bucket that fails is reported and the next one starts clea
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,8 @@ from compilekit import config as configuration
 from compilekit import plan
 from compilekit.artifact import canonical
 from compilekit.artifact.program import KernelRef, Program, to_json
+from compilekit.compiler.attention import shown
+from compilekit.compiler.attention import to_json as attention_json
 from compilekit.errors import CompilekitError, HarvestError
 from compilekit.events import BuildEvent, to_line
 from compilekit.targets import Target, load_target
@@ -103,7 +106,12 @@ def _compile_all(
 
     pool = ThreadPoolExecutor(max_workers=threads)
     if target.kind == "cuda":
-        emulation.install(target)
+        if emulation.is_emulated(os.environ):
+            emulation.install(target)
+        else:
+            emulation.install_native()
+        versions = emulation.cuda_versions(target)
+        _write_once(scratch / "factors.json", canonical.encode(versions))
         toolchain, header = None, None
     else:
         toolchain = cpp.find_toolchain(target, scratch / "cpp")
@@ -142,6 +150,8 @@ def _compile_all(
             def on_stage(stage: str, seconds: float, about: BuildEvent = about) -> None:
                 emit(replace(about, kind="stage", stage=stage, seconds=seconds))
 
+            # The heap only grows while a bucket compiles; collecting takes 5 % of it.
+            gc.disable()
             entry = config.entries[job.entry]
             compiled: CompiledBucket = compile_bucket(
                 model, config, entry, job.bucket, target, on_stage
@@ -153,6 +163,8 @@ def _compile_all(
             emit(_failed(about, exc, began))
             model = None
             continue
+        finally:
+            gc.enable()
         futures = {}
         for name, source in compiled.kernels.items():
             digest = canonical.sha256(source.code.encode())
@@ -185,7 +197,7 @@ def _describe_model(model: Any, path: Path) -> None:
         },
         default=str,
     )
-    path.write_text(text, encoding="utf-8")
+    _write_once(path, text.encode())
 
 
 def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
@@ -255,6 +267,8 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
             kernels=len(references),
             seconds=time.perf_counter() - item.began,
             size_bytes=size,
+            attention=shown(item.compiled.attention),
+            warning=item.compiled.warning,
         )
     )
     return True
@@ -300,6 +314,7 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
         "program.json": canonical.encode(to_json(program)),
         "call.py": compiled.code.encode(),
         "call.pyc": compiled.bytecode,
+        "attention.json": canonical.encode(attention_json(compiled.attention)),
         # Last: its presence says that the bucket is complete.
         "entry.json": canonical.encode(to_json(compiled.entry)),
     }
@@ -308,12 +323,16 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
         _write_once(folder / name, data)
     digests = {kernel.digest for kernel in kernels.values()}
     used = [p for p in (scratch / "kernels").glob("*") if p.stem in digests]
+    del files["attention.json"], files["entry.json"]
     return sum(map(len, files.values())) + sum(p.stat().st_size for p in used)
 
 
 def _write_once(path: Path, data: bytes) -> None:
+    """Write a file in one step: workers that share a scratch folder write the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_bytes(data)
+    os.replace(part, path)
 
 
 if __name__ == "__main__":

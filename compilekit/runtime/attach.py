@@ -5,7 +5,7 @@ Lifecycle of one start::
     open      every byte verified against the manifest
     check     machine and versions, all mismatches at once
     compare   the live model with each entry, all mismatches at once
-    load      host code and kernels of every bucket
+    load      host code and kernels of every bucket, or nothing if they load lazily
     bind      the model's methods are replaced; nothing was changed before this line
 
 docs/runtime.md describes policies, requirements and environment variables.
@@ -36,10 +36,10 @@ from compilekit.errors import (
     MismatchError,
     PolicyError,
 )
-from compilekit.runtime.check import check, choose_target, refuse
+from compilekit.runtime.check import check_device, choose_target, refuse
 from compilekit.runtime.dispatch import Dispatcher
 from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
-from compilekit.runtime.program import load_program
+from compilekit.runtime.program import Call, lazy_program, load_program
 from compilekit.runtime.receipt import Receipt, Route
 
 REQUIREMENTS = ("program", "cache", "verified")
@@ -54,6 +54,7 @@ def attach(
     require: str | Iterable[str] | None = None,
     on_uncovered: str | None = None,
     device: str | torch.device | None = None,
+    loading: str | None = None,
 ) -> Receipt:
     """Make a model run compiled programs, with nothing left to compile.
 
@@ -68,6 +69,8 @@ def attach(
             ``"eager"`` (the model's own method) or ``"jit"`` (``torch.compile``);
             ``COMPILEKIT_ON_UNCOVERED``, then the artifact's own setting by default.
         device: Where the programs run; where the model is, by default.
+        loading: ``"eager"`` (every bucket's code and kernels now) or ``"lazy"`` (at a
+            bucket's first call); ``COMPILEKIT_LOADING``, then eager by default.
     Returns:
         The receipt; ``receipt.detach()`` undoes it.
     Raises:
@@ -93,10 +96,13 @@ def attach(
         if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
             _carry_exit_codes()
         required = requirements(require)
+        load = lazy_program if _is_lazy(loading) else load_program
         opened = open_required(artifact)
         clock.lap("open")
         try:
-            return _attach(model, opened, entry, required, on_uncovered, device, clock)
+            return _attach(
+                model, opened, entry, required, on_uncovered, device, load, clock
+            )
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
             # If it was a malformed file, this names it and the place.
             opened.parse_all()
@@ -113,12 +119,14 @@ def _attach(
     required: tuple[str, ...],
     on_uncovered: str | None,
     device: str | torch.device | None,
+    load: Callable[[Artifact, Program, torch.device], Call],
     clock: _Clock,
 ) -> Receipt:
-    found = check(opened, libraries=False)
-    warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
     place = _place(device, model)
-    target = choose_target(opened, place.type)
+    gpu = place if place.type == "cuda" else None
+    found = check_device(opened, gpu, libraries=False)
+    warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
+    target = choose_target(opened, place.type, gpu)
     policies = _policies(on_uncovered, opened)
     check_requirements(required, opened, target)
     entries = _entries(opened, target, entry, model)
@@ -135,7 +143,7 @@ def _attach(
     clock.lap("compare")
     loaded = {
         item.name: {
-            program.bucket: (program, load_program(opened, program, place))
+            program.bucket: (program, load(opened, program, place))
             for program in _programs(opened, item)
         }
         for item in entries
@@ -260,6 +268,13 @@ def requirements(require: str | Iterable[str] | None) -> tuple[str, ...]:
             f"require: expected {', '.join(REQUIREMENTS)}, found {', '.join(unknown)}"
         )
     return tuple(names)
+
+
+def _is_lazy(loading: str | None) -> bool:
+    chosen = loading or os.environ.get("COMPILEKIT_LOADING") or "eager"
+    if chosen not in ("eager", "lazy"):
+        raise ConfigError(f"loading: expected eager or lazy, found {chosen}")
+    return chosen == "lazy"
 
 
 def _policies(on_uncovered: str | None, artifact: Artifact) -> tuple[str, str]:

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,14 @@ def check(
     """
     if not isinstance(artifact, Artifact):
         artifact = open_artifact(artifact).parse_all()
-    found = [*_versions(artifact), *_machine(artifact, libraries)]
+    return check_device(artifact, None, libraries=libraries)
+
+
+def check_device(
+    artifact: Artifact, device: torch.device | None, *, libraries: bool = True
+) -> tuple[Mismatch, ...]:
+    """As `check`, for a GPU other than the current one."""
+    found = [*_versions(artifact), *_machine(artifact, libraries, device)]
     return tuple(sorted(found, key=lambda mismatch: mismatch.verdict != "refuse"))
 
 
@@ -109,23 +115,61 @@ def _installed(package: str) -> str:
         return "not installed"
 
 
-def _machine(artifact: Artifact, libraries: bool) -> list[Mismatch]:
-    """What keeps the closest target's code from running here; empty if one fits."""
-    here, flags = targets.machine(), targets.cpu_flags()
-    found = [
-        _target(artifact, name, here, flags, libraries)
-        for name in artifact.manifest.targets
+def _machine(
+    artifact: Artifact, libraries: bool, device: torch.device | None
+) -> list[Mismatch]:
+    """What keeps the closest target's code from running here; empty if one fits.
+
+    Where none fits, every GPU target has its say: each names both sides.
+    """
+    found = _by_target(artifact, libraries, device)
+    best = min(found.values(), key=_badness, default=[])
+    if not _refuses(best):
+        return best
+    gpus = [
+        one
+        for name, one in found.items()
+        if artifact.manifest.targets[name]["kind"] == "cuda" and one is not best
     ]
-    return min(found, key=len, default=[])
+    return [*best, *(mismatch for one in gpus for mismatch in one)]
 
 
-def _target(
+def _by_target(
+    artifact: Artifact, libraries: bool, device: torch.device | None
+) -> dict[str, list[Mismatch]]:
+    """Target → how this machine differs from it."""
+    described = artifact.manifest.targets
+    here, flags = targets.machine(), targets.cpu_flags()
+    on_gpu = [name for name, one in described.items() if one["kind"] == "cuda"]
+    found = {
+        name: _cpu(artifact, name, here, flags, libraries)
+        for name in described
+        if name not in on_gpu
+    }
+    if on_gpu:
+        # Imported for GPU targets only: a CPU start pays for nothing it doesn't use.
+        from compilekit.runtime.gpu import gpu_here, gpu_mismatches
+
+        gpu = gpu_here(None if device is None else device.index)
+        for name in on_gpu:
+            factors = artifact.manifest.factors_for(name)
+            found[name] = gpu_mismatches(name, described[name]["device"], factors, gpu)
+    return found
+
+
+def _refuses(mismatches: list[Mismatch]) -> bool:
+    return any(mismatch.verdict == "refuse" for mismatch in mismatches)
+
+
+def _badness(mismatches: list[Mismatch]) -> tuple[bool, int]:
+    return _refuses(mismatches), len(mismatches)
+
+
+def _cpu(
     artifact: Artifact, name: str, here: str, flags: frozenset[str], libraries: bool
 ) -> list[Mismatch]:
-    """What keeps one target's code from running on this machine."""
+    """What keeps a CPU target's code from running on this machine."""
     description = artifact.manifest.targets[name]
-    if description["kind"] == "cuda":
-        return _gpu(name, description["device"])
     if description["machine"] != here:
         return [
             Mismatch(
@@ -155,35 +199,6 @@ def _target(
     return found
 
 
-def _gpu(name: str, device: Mapping[str, Any]) -> list[Mismatch]:
-    """What keeps a GPU target's code from running on this process's GPU."""
-    built = f"{device['name']} (sm_{device['major']}{device['minor']}, target {name})"
-    if not torch.cuda.is_available():
-        return [
-            Mismatch(
-                "gpu",
-                built,
-                "no CUDA device",
-                "refuse",
-                "Its kernels are machine code for that GPU.",
-                "Run it where the GPU and its driver are visible.",
-            )
-        ]
-    here = torch.cuda.get_device_properties(torch.cuda.current_device())
-    if (here.major, here.minor) == (device["major"], device["minor"]):
-        return []
-    return [
-        Mismatch(
-            "gpu.compute_capability",
-            built,
-            f"{here.name} (sm_{here.major}{here.minor})",
-            "refuse",
-            "Its kernels are machine code for another architecture.",
-            "Build for this GPU; one artifact holds several targets.",
-        )
-    ]
-
-
 def _symbols(factors: dict[str, Any]) -> list[Mismatch]:
     """Symbol versions that kernels need and this system's libraries lack."""
     found = []
@@ -205,25 +220,53 @@ def _symbols(factors: dict[str, Any]) -> list[Mismatch]:
     return found
 
 
-def choose_target(artifact: Artifact, kind: str = "cpu") -> str:
-    """The target whose code this machine runs, the one with the most features first.
+def choose_target(
+    artifact: Artifact, kind: str = "", device: torch.device | None = None
+) -> str:
+    """The target whose code runs here: the CPU's best level, or the GPU's own.
 
+    Another GPU's of the same architecture is taken where the own isn't in the artifact.
+
+    Args:
+        kind: ``cpu`` or ``cuda``; both by default, the GPU first.
+        device: The GPU; the current one by default.
     Raises:
         MismatchError: none fits.
     """
-    here, flags = targets.machine(), targets.cpu_flags()
+    found = _by_target(artifact, False, device)
+    described = artifact.manifest.targets
     fitting = [
         name
-        for name, description in artifact.manifest.targets.items()
-        if description["kind"] == kind
-        and not _target(artifact, name, here, flags, libraries=False)
+        for name, mismatches in found.items()
+        if kind in ("", described[name]["kind"]) and not _refuses(mismatches)
     ]
     if not fitting:
+        mismatches = check_device(artifact, device)
+        if not _refuses(list(mismatches)):
+            mismatches = (_wrong_kind(artifact, kind or "another device"),)
         raise MismatchError(
-            f"artifact {artifact.root} has no code for this machine", check(artifact)
+            f"artifact {artifact.root} has no code for this machine", mismatches
         )
-    descriptions = artifact.manifest.targets
-    return max(fitting, key=lambda name: len(descriptions[name]["features"]))
+    return min(
+        fitting,
+        key=lambda name: (
+            described[name]["kind"] == "cpu",
+            len(found[name]),
+            -len(described[name]["features"]),
+        ),
+    )
+
+
+def _wrong_kind(artifact: Artifact, kind: str) -> Mismatch:
+    """The machine would do, but the model lies on the other kind of device."""
+    return Mismatch(
+        "device",
+        f"code for {', '.join(artifact.manifest.targets)}",
+        f"a model on {kind}",
+        "refuse",
+        "A program runs where the model's tensors are.",
+        'Move the model, e.g. model.to("cuda"), or build for a target of this kind.',
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -254,11 +297,16 @@ def _loaded_library(name: str) -> Path | None:
     return None
 
 
-def describe_machine() -> dict[str, Any]:
+def describe_machine(kind: str = "cpu") -> dict[str, Any]:
     """What this machine is, in the words of the factor table."""
-    return {
+    described = {
         "torch.version": torch.__version__,
         "python.version": platform.python_version(),
         "machine": targets.machine(),
         "threads": torch.get_num_threads(),
     }
+    if kind == "cuda":
+        from compilekit.runtime.gpu import describe_gpu
+
+        described.update(describe_gpu())
+    return described

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,7 @@ _functions: dict[tuple[str, str, int], int] = {}
 def kernel_launcher(
     artifact: Artifact, kernel: KernelRef, index: int
 ) -> Callable[..., None]:
-    """A function ``launch(*arguments, stream)`` for one kernel on one device.
+    """A function ``launch(arguments, stream)`` for one kernel on one device.
 
     Everything but the arguments was decided at build, so a launch is one C call. The
     caller holds the lock of `compilekit.runtime.program`.
@@ -27,26 +28,15 @@ def kernel_launcher(
     Raises:
         AttachError: the driver refuses the cubin.
     """
-    facts, launch_cubin = kernel.launch, cubin_launcher()
-    function = _function(artifact, kernel, index)
-    x, y, z = facts["grid"]
-    warps, shared = facts["num_warps"], facts["shared"]
-    nulls = (None,) * facts["scratch"]
-    types = facts["arg_types"] + "O" * facts["scratch"]
-    if nulls:
-
-        def launch(*arguments: object) -> None:
-            *passed, stream = arguments
-            values = (*passed, *nulls)
-            launch_cubin(function, x, y, z, warps, shared, types, values, stream)
-
-    else:
-
-        def launch(*arguments: object) -> None:
-            values, stream = arguments[:-1], arguments[-1]
-            launch_cubin(function, x, y, z, warps, shared, types, values, stream)
-
-    return launch
+    facts = kernel.launch
+    return functools.partial(
+        cubin_launcher(),
+        _function(artifact, kernel, index),
+        *facts["grid"],
+        facts["num_warps"],
+        facts["shared"],
+        facts["arg_types"] + "O" * facts["scratch"],
+    )
 
 
 def _function(artifact: Artifact, kernel: KernelRef, index: int) -> int:

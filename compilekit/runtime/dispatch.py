@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compilekit._torch.runtime import is_tracing, untraceable
+from compilekit._torch.runtime import is_tracing, same_layout, untraceable
 from compilekit.artifact.program import Entry, GraphOutput, Program, TensorSpec
 from compilekit.buckets import BucketTable, bucket_table, no_bucket_error
 from compilekit.errors import CallRefusedError, CompilekitError, MismatchError
@@ -35,6 +35,7 @@ from compilekit.runtime.arguments import (
     contiguous_spec,
 )
 from compilekit.runtime.model import (
+    ALIGNMENT,
     AttachedMethod,
     ModelView,
     model_mismatches,
@@ -62,6 +63,8 @@ class BoundProgram(NamedTuple):
         mutated: Graph inputs that the program writes.
         writes: Their paths.
         build: Makes the caller's output.
+        aligned: Arguments among the graph inputs whose address a GPU kernel needs to be
+            a multiple of 16 → True if a copy would do.
     """
 
     bucket: Bucket
@@ -74,6 +77,7 @@ class BoundProgram(NamedTuple):
     mutated: tuple[int, ...]
     writes: tuple[str, ...]
     build: ResultBuilder
+    aligned: tuple[tuple[int, bool], ...]
 
 
 class Dispatcher(AttachedMethod):
@@ -178,6 +182,9 @@ class Dispatcher(AttachedMethod):
         if bound.mutated:
             self._refuse_overlap(bound, fitted, model_tensors)
         inputs = list(bound.pick([*model_tensors, *fitted]))
+        for index, copied in bound.aligned:
+            if inputs[index].data_ptr() % ALIGNMENT:
+                inputs[index] = self._aligned(bound, inputs[index], index, copied)
         if torch.is_grad_enabled():
             # Operators that write into out= refuse to run with gradients on.
             with torch.no_grad():
@@ -185,6 +192,20 @@ class Dispatcher(AttachedMethod):
         else:
             outputs = self._call(bound, inputs, given)
         return bound.build(outputs, values, cut)
+
+    def _aligned(
+        self, bound: BoundProgram, tensor: torch.Tensor, index: int, copied: bool
+    ) -> torch.Tensor:
+        """A copy at an address that GPU kernels can read 16 bytes at once from."""
+        if copied:
+            return same_layout(tensor)
+        path = self.arguments.tensors[bound.order[index] - len(self.entry.tensors)].path
+        raise CallRefusedError(
+            f"{self.entry.name}: {path} starts {tensor.data_ptr() % ALIGNMENT} bytes"
+            f" beyond a multiple of {ALIGNMENT}, and the call writes it or returns a"
+            " view of it, so no copy would do",
+            hint="Pass a tensor of its own memory, or a view that starts at one.",
+        )
 
     def _bucket(
         self, sizes: tuple[int, ...]
@@ -373,7 +394,17 @@ class Dispatcher(AttachedMethod):
             build=result_builder(
                 program.result, self.entry.cuts, self.entry.axes, self.model
             ),
+            aligned=_aligned_arguments(program) if self.device.type == "cuda" else (),
         )
+
+
+def _aligned_arguments(program: Program) -> tuple[tuple[int, bool], ...]:
+    viewed = {out.index for out in program.outputs if out.source != "program"}
+    return tuple(
+        (index, not given.mutated and index not in viewed)
+        for index, given in enumerate(program.inputs)
+        if given.kind == "argument" and given.aligned
+    )
 
 
 untraceable(

@@ -167,6 +167,10 @@ def _listed(parameters: tuple[Parameter, ...]) -> str:
     )
 
 
+# What Inductor's GPU kernels assume of every address.
+ALIGNMENT = 16
+
+
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     """Metadata of a live tensor."""
     return TensorSpec(
@@ -225,6 +229,14 @@ def _tensors(tensors: Mapping[str, Any], entry: Entry) -> Iterator[Mismatch]:
                 "a lazy or wrapped one (conjugated, negated, inside torch.func)",
                 "The program would read its memory as it is.",
                 "Resolve it (resolve_conj, resolve_neg), or call outside torch.func.",
+            )
+        elif found.device == "cuda" and tensor.data_ptr() % ALIGNMENT:
+            yield _mismatch(
+                f"tensor {path}",
+                f"an address that is a multiple of {ALIGNMENT}",
+                f"one that is {tensor.data_ptr() % ALIGNMENT} beyond",
+                "GPU kernels read 16 bytes at once, and would fault.",
+                "It's a view into another tensor: make it a copy.",
             )
 
 

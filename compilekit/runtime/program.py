@@ -64,6 +64,24 @@ def load_program(
     return call
 
 
+def lazy_program(
+    artifact: Artifact, program: Program, device: torch.device = _CPU
+) -> Call:
+    """The same, loaded by its first call, which raises what loading raises.
+
+    Two threads that come at once may both load it: kernels are shared, and the second
+    result is dropped.
+    """
+    loaded: list[Call] = []
+
+    def call(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        if not loaded:
+            loaded.append(load_program(artifact, program, device))
+        return loaded[0](inputs)
+
+    return call
+
+
 def _host_code(artifact: Artifact, place: str) -> CodeType:
     """Bytecode from ``call.pyc`` if it belongs to this Python and to ``call.py``.
 

@@ -10,6 +10,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -58,8 +59,15 @@ class Target(NamedTuple):
 
 
 def list_targets() -> tuple[str, ...]:
-    """Names of the targets that come with compilekit, sorted."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+    """Names of the targets that come with compilekit or that were added, sorted."""
+    return tuple(sorted(_files()))
+
+
+def _files() -> dict[str, Path]:
+    """Name → file; the folder that ``COMPILEKIT_TARGETS`` names comes first."""
+    added = os.environ.get("COMPILEKIT_TARGETS", "")
+    folders = [_FOLDER, Path(added)] if added else [_FOLDER]
+    return {path.stem: path for folder in folders for path in folder.glob("*.json")}
 
 
 def load_target(name: str) -> Target:
@@ -85,7 +93,7 @@ def load_target(name: str) -> Target:
             target=name,
             nearest=nearest,
         )
-    return read_target(_FOLDER / f"{name}.json")
+    return read_target(_files()[name])
 
 
 def read_target(path: Path) -> Target:

@@ -3,9 +3,10 @@
     python examples/qwen2.5-7b/measure.py ARTIFACT [--repeat 2] [--out FILE]
 
 The model has Qwen2.5-7B's real configuration and random weights, made on the GPU. Each
-row is a fresh process; rows are interleaved. ``ready`` is from imports and weights done
-to the first output of every bucket (for compilekit: attach included). Everything that
-a process measured is in the JSON.
+row is a fresh process; rows are interleaved; ``lazy`` is compilekit with each bucket
+loaded by its first call, and ``load`` what that call takes beyond a steady one.
+``ready`` is from imports and weights done to the first output of every bucket (for
+compilekit: attach included). Everything that a process measured is in the JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROWS = ("eager", "cold", "compilekit")
+ROWS = ("eager", "cold", "compilekit", "lazy")
 SIZES = (1, 128, 512, 1024)
 
 
@@ -61,7 +62,12 @@ def main() -> None:
             first = statistics.median(run["first_s"][size] for run in good)
             steady = statistics.median(run["steady_ms"][size] for run in good)
             host = statistics.median(run["host_ms"][size] for run in good)
-            print(f" | {size}: {first:.3f} s {steady:.2f} ms host {host:.2f}", end="")
+            load = first * 1e3 - steady
+            print(
+                f" | {size}: {first:.3f} s {steady:.2f} ms host {host:.2f} load"
+                f" {load:.0f}",
+                end="",
+            )
         print()
     if "eager" in arguments.rows:
         compare(runs)
@@ -124,10 +130,11 @@ def measure(row: str, artifact: str) -> dict[str, Any]:
     result: dict[str, Any] = {"row": row, "imports_and_weights_s": weights - began}
     with torch.inference_mode():
         began = time.perf_counter()
-        if row == "compilekit":
+        if row in ("compilekit", "lazy"):
             import compilekit
 
-            receipt = compilekit.attach(model, artifact)
+            loading = "lazy" if row == "lazy" else "eager"
+            receipt = compilekit.attach(model, artifact, loading=loading)
             result["attach_ms"] = receipt.milliseconds
         elif row == "cold":
             model.forward = torch.compile(model.forward, dynamic=False, fullgraph=True)

@@ -8,6 +8,10 @@ Two halves, because PyTorch's C++ asks the CUDA runtime and Triton asks its driv
 * `install` gives Triton a driver that names the target, and reads register counts from
   cubins instead of loading them.
 
+On a host that has the very device (`is_here`) nothing is emulated: `install_native`
+leaves out what would make the result depend on a measurement, and the artifact is the
+same.
+
 Nothing runs on the emulated device: what would have to (benchmarks, constant kernels)
 is computed on the CPU, answered from a table, or refused.
 """
@@ -28,6 +32,7 @@ from compilekit.errors import NeedsDeviceError, ResourceError
 from compilekit.targets import Target
 
 _FOLDER = Path(__file__).parent
+_RUNTIME = "libcudart_stub.so"
 # What the stub runtime and Triton's driver are asked; memory in bytes, clocks in kHz.
 REQUIRED = (
     "name",
@@ -71,7 +76,7 @@ def make_stubs(target: Target, cuda_version: str, folder: Path) -> Path:
     (folder / "device.h").write_text(_device_header(target, major), encoding="utf-8")
     includes = [f"-I{folder}", *(f"-I{path}" for path in _headers(major))]
     for source, library in (
-        ("cudart.c", "libcudart_stub.so"),
+        ("cudart.c", _RUNTIME),
         ("libcuda.c", "libcuda.so.1"),
     ):
         done = subprocess.run(
@@ -141,7 +146,7 @@ def _headers(cuda_major: str) -> list[Path]:
 def environment(stubs: Path, base: Mapping[str, str]) -> dict[str, str]:
     """The worker's environment: the stubs come before the real libraries."""
     paths = [str(stubs), base.get("LD_LIBRARY_PATH", "")]
-    preload = [str(stubs / "libcudart_stub.so"), base.get("LD_PRELOAD", "")]
+    preload = [str(stubs / _RUNTIME), base.get("LD_PRELOAD", "")]
     return {
         **base,
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
@@ -150,6 +155,52 @@ def environment(stubs: Path, base: Mapping[str, str]) -> dict[str, str]:
         "TRITON_DISABLE_LINE_INFO": "1",
         "CUDA_VISIBLE_DEVICES": "0",
     }
+
+
+def is_here(target: Target) -> bool:
+    """True if this process's GPU is the target's own, name and size included."""
+    import torch
+
+    if target.kind != "cuda" or not torch.cuda.is_available():
+        return False
+    here = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return all(getattr(here, name) == target.device.get(name) for name in _IDENTITY)
+
+
+# A MIG slice has another name and fewer multiprocessors, another card another memory.
+_IDENTITY = ("name", "major", "minor", "multi_processor_count")
+
+
+def is_emulated(environment: Mapping[str, str]) -> bool:
+    """True in a worker whose environment came from `environment`."""
+    return _RUNTIME in environment.get("LD_PRELOAD", "")
+
+
+def native_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The worker's environment on a host that has the device."""
+    return {**base, "TRITON_DISABLE_LINE_INFO": "1"}
+
+
+def install_native() -> None:
+    """Keep what a build may not measure from being measured; once per process."""
+    _install_padding_answers()
+    _install_no_repro()
+    _install_kept_cubins()
+
+
+def cuda_versions(target: Target) -> dict[str, str]:
+    """CUDA versions that a target's code depends on, as factors.
+
+    ``cuda.ptxas`` is that of the assembler that makes the cubins, which a driver must
+    know. Source: triton/backends/nvidia/compiler.py, get_ptxas (3.6): Blackwell has
+    its own.
+    """
+    import torch
+    from triton.backends.nvidia import compiler
+
+    capability = int(target.device["major"]) * 10 + int(target.device["minor"])
+    tool: Any = compiler.get_ptxas(capability)
+    return {"cuda.ptxas": str(tool.version), "torch.cuda": str(torch.version.cuda)}
 
 
 def install(target: Target) -> None:
@@ -227,7 +278,7 @@ def _install_loader(target: Target) -> None:
     Source: torch/_inductor/runtime/static_triton_launcher.py, load_kernel (2.11);
     torch/_inductor/runtime/triton_heuristics.py, _dynamic_scale_rblock (2.11, 2.13).
     """
-    from torch._inductor.runtime import static_triton_launcher
+    from torch._inductor.runtime import static_triton_launcher, triton_heuristics
     from torch._inductor.runtime.triton_compat import OutOfResources
 
     limit = int(target.device["shared_memory_per_block_optin"])
@@ -240,6 +291,37 @@ def _install_loader(target: Target) -> None:
             self.n_spills = 0
 
     kernel: Any = static_triton_launcher.StaticallyLaunchedTritonKernel
+    kernel.load_kernel = load_kernel
+    loaded: Any = triton_heuristics.TritonCompileResult
+    loaded.make_launcher = _unloaded
+
+
+def _unloaded(result: Any) -> Any:
+    """A launcher for a kernel that only Triton's own code can load; never called.
+
+    `compilekit._torch.triton_kernels.kernel_facts` refuses such a kernel by name.
+    Source: torch/_inductor/runtime/triton_heuristics.py, TritonCompileResult
+    .make_launcher (2.11, 2.13).
+    """
+    return SimpleNamespace(config=result.config, n_regs=0, n_spills=0, shared=0)
+
+
+def _install_kept_cubins() -> None:
+    """Keep a cubin's bytes after it was loaded: the artifact needs them.
+
+    Source: torch/_inductor/runtime/static_triton_launcher.py, load_kernel, which drops
+    them (2.11, 2.13).
+    """
+    from torch._inductor.runtime import static_triton_launcher
+
+    kernel: Any = static_triton_launcher.StaticallyLaunchedTritonKernel
+    original = kernel.load_kernel
+
+    def load_kernel(self: Any, device: int) -> None:
+        cubin = self.cubin_raw
+        original(self, device)
+        self.cubin_raw = cubin
+
     kernel.load_kernel = load_kernel
 
 

@@ -1,0 +1,55 @@
+"""Private Inductor names for comparisons with ``torch.compile`` on a real device."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from compilekit._torch.lower import mode_options, program_options
+
+
+@contextlib.contextmanager
+def first_configs(sources: dict[str, str]) -> Iterator[None]:
+    """``torch.compile`` with a program's kernel configs: each kernel's first.
+
+    By itself it would benchmark the candidates and take whichever won. Padding isn't
+    benchmarked either.
+
+    Args:
+        sources: Filled with the digest of each kernel's source → its name.
+    Source: torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.precompile
+    (2.11, 2.13); torch/_inductor/fx_passes/pad_mm.py, get_cached_should_pad.
+    """
+    from torch._inductor.fx_passes import pad_mm
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def dont_pad(key: str) -> bool:
+        return False
+
+    original = CachingAutotuner.precompile
+
+    def precompile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        self.launchers = self.launchers[:1]
+        digest = hashlib.sha256(self.fn.src.encode()).hexdigest()
+        sources[digest] = self.inductor_meta["kernel_name"]
+        return result
+
+    with (
+        mock.patch.object(CachingAutotuner, "precompile", precompile),
+        mock.patch.object(pad_mm, "get_cached_should_pad", dont_pad),
+    ):
+        yield
+
+
+def compile_options(mode: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's options of a program build, for ``torch.compile(options=…)``.
+
+    Compile threads are left as they are: they change nothing but the time.
+    """
+    forced = program_options(0)
+    del forced["compile_threads"]
+    return {**mode_options(mode), **options, **forced}
