@@ -627,7 +627,7 @@ def test_leftovers_are_removed_unless_in_use(tmp_path: Path) -> None:
     (dead / "half").write_text("")
     other = tmp_path / ".ab.staging-1-00000000"
     other.mkdir()
-    with write._staging(tmp_path / "a") as alive:
+    with write.staging(tmp_path / "a") as alive:
         golden.write(tmp_path / "a")
         assert not dead.exists()
         assert other.exists()
