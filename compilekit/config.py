@@ -85,7 +85,7 @@ class EntryConfig:
             from ``inputs``.
         warmup: ``package.module:function`` that calls ``torch.compile`` itself, for
             the cache route: ``function(axes: dict[str, int])`` runs what one bucket
-            needs and returns outputs to compare; empty = the model's method is compiled.
+            needs and returns outputs to compare; empty = the method is compiled.
         grad: Mode that the cache route compiles the method in: ``off``
             (``torch.no_grad``) or ``inference`` (``torch.inference_mode``).
     """

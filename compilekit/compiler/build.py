@@ -371,7 +371,9 @@ def _both(
         return kept
     return [
         dataclasses.replace(
-            program if program.status == "failed" or cache.status != "failed" else cache,
+            program
+            if program.status == "failed" or cache.status != "failed"
+            else cache,
             seconds=program.seconds + cache.seconds,
         )
         for program, cache in zip(programs, kept, strict=True)

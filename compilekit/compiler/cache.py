@@ -120,9 +120,11 @@ def build_caches(
         jobs,
         scratch,
         threads,
-        lambda event: on_event(dataclasses.replace(event, kind="stage", stage="package"))
-        if event.kind in ("finished", "failed")
-        else None,
+        lambda event: (
+            on_event(dataclasses.replace(event, kind="stage", stage="package"))
+            if event.kind in ("finished", "failed")
+            else None
+        ),
     )
     if any(result.status == "failed" for result in again):
         return Harvest(again, {}, None)
@@ -161,9 +163,7 @@ def _described(
             "nothing was compiled: no bucket looked up a graph in torch's caches",
             hint="Does the warm-up call the function that torch.compile returned?",
         )
-    packages = pickle.loads(  # noqa: S301 - written by our own process
-        (scratch / "packages.pickle").read_bytes()
-    )
+    packages = pickle.loads((scratch / "packages.pickle").read_bytes())
     cache = Cache(
         target=target,
         files={name: blob(data) for name, data in sorted(files.items())},
@@ -202,6 +202,7 @@ def _facts(package: Mapping[str, Any]) -> dict[str, Any]:
         "settings": package["settings"],
         "sources": package["sources"],
         "codes": package["codes"],
+        "operators": package["operators"],
         "extra_guards": {
             digest: [list(pair) for pair in pairs]
             for digest, pairs in package["extra_guards"].items()
@@ -255,13 +256,13 @@ def _run(
             worker.wait()
     for index, job in jobs:
         if index not in found or (code != 0 and found[index].status != "failed"):
-            lines = log.read_text(errors="replace").strip().splitlines()
+            lines = log.read_text(errors="replace").strip().splitlines() or [""]
             found[index] = BucketResult(
                 job.target,
                 job.entry,
                 job.bucket.name,
                 "failed",
-                error=f"the worker ended with code {code}: {lines[-1] if lines else ''}",
+                error=f"the worker ended with code {code}: {lines[-1]}",
                 error_type="WorkerCrashedError",
                 log=str(log),
             )

@@ -43,9 +43,8 @@ def main() -> int:
     spec = json.load(sys.stdin)
     events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     folder = Path(spec["folder"])
-    log = os.open(
-        folder / f"{spec['phase']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    )
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = os.open(folder / f"{spec['phase']}.log", flags, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     run(spec, folder, lambda event: print(to_line(event), file=events, flush=True))
@@ -58,21 +57,23 @@ def run(
     """Call every bucket in this process, watching; write down what was seen."""
     import torch
 
-    from compilekit._torch.caches import events, keys, kernels, packages
+    from compilekit._torch.caches import events, kernels, keys, package_record
 
     config = configuration.load(Path(spec["config"]))
     if config.compile.threads:
         torch.set_num_threads(config.compile.threads)
     seen = Seen(bypasses=[], keys=[])
-    recorder = packages.record() if spec["phase"] == "packages" else None
+    recorder = package_record.record() if spec["phase"] == "packages" else None
     events.settings(spec["recompile_limit"])
     kernels.record(folder / "kernels")
-    if recorder is None:
-        known: set[str] = set()
-        keys.watch(
-            lambda kind, key: key not in known and not known.add(key),  # type: ignore[func-returns-value]
-            lambda key: _note_key(seen, key),
-        )
+    known: set[str] = set()
+
+    def unseen(kind: str, key: str) -> bool:
+        new = recorder is None and key not in known
+        known.add(key)
+        return new
+
+    keys.watch(unseen, lambda key: _note_key(seen, key))
 
     def on_frame(code: Any, frame_locals: Any) -> None:
         if recorder is not None:
@@ -156,7 +157,9 @@ def _caller(
         entry = config.entries[name]
         if entry.warmup:
             where = f"[entries.{name}] warmup"
-            return models.import_function(config, entry.warmup, where)(dict(bucket.axes))
+            return models.import_function(config, entry.warmup, where)(
+                dict(bucket.axes)
+            )
         if not model:
             model.append(models.build_real(config).to(device))
             describe_model(model[0], folder / "model.json")
@@ -169,7 +172,9 @@ def _caller(
     return call
 
 
-def grad_mode(entry: configuration.EntryConfig) -> contextlib.AbstractContextManager[Any]:
+def grad_mode(
+    entry: configuration.EntryConfig,
+) -> contextlib.AbstractContextManager[Any]:
     """The mode that an entry's method is compiled and served in."""
     import torch
 

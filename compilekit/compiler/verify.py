@@ -32,6 +32,8 @@ from compilekit.results import BucketVerified, VerifyResult
 from compilekit.runtime.check import check, choose_target, describe_machine, refuse
 
 CONFIG_REPORT = "reports/compilekit.toml"
+# Route → the process that replays a bucket of it.
+_REPLAYS = {"program": "replay", "cache": "cache_replay"}
 
 
 def verify(
@@ -74,12 +76,17 @@ def verify(
             for bucket in entry.buckets
         ]
 
-        def replay(item: tuple[int, tuple[str, Bucket]]) -> list[BucketVerified]:
-            index, (entry, bucket) = item
-            return _replay(spec, target, entry, bucket, index, len(buckets), on_event)
+        modules = [_REPLAYS[route] for route in artifact.manifest.routes]
+        work = [(module, *bucket) for module in modules for bucket in buckets]
+        spec["work_dir"] = str(Path(folder) / "work")
+
+        def replay(item: tuple[int, tuple[str, str, Bucket]]) -> list[BucketVerified]:
+            index, (module, entry, bucket) = item
+            about = (module, target, entry, bucket, index, len(work))
+            return _replay(spec, *about, on_event)
 
         with ThreadPoolExecutor(max_workers=jobs or max(1, cpus // 2)) as pool:
-            rows = [r for rows in pool.map(replay, enumerate(buckets, 1)) for r in rows]
+            rows = [r for rows in pool.map(replay, enumerate(work, 1)) for r in rows]
     result = tuple(rows)
     if not result:
         raise NeedsDeviceError(f"artifact {artifact.root} has nothing to verify here")
@@ -112,6 +119,7 @@ def _configuration(
 
 def _replay(
     spec: dict[str, Any],
+    module: str,
     target: str,
     entry: str,
     bucket: Bucket,
@@ -130,7 +138,7 @@ def _replay(
     on_event(VerifyEvent("started", **about))
     job = {**spec, "entry": entry, "bucket": bucket.name, "axes": dict(bucket.axes)}
     done = subprocess.run(
-        [sys.executable, "-m", "compilekit.compiler.replay"],
+        [sys.executable, "-m", f"compilekit.compiler.{module}"],
         input=json.dumps(job).encode(),
         capture_output=True,
         check=False,

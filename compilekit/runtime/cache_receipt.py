@@ -11,6 +11,7 @@ from compilekit.runtime.receipt import Receipt
 
 # A server that compiles without end must not fill its memory with reasons.
 _MOST_MISSES = 200
+_SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,11 @@ class CacheReceipt(Receipt):
         self._guard = threading.Lock()
 
     @property
+    def compiles(self) -> int:
+        """Frames that were traced unexpectedly, and graphs that Inductor compiled."""
+        return sum(miss.kind in ("frame", "compile") for miss in self._misses)
+
+    @property
     def misses(self) -> tuple[Miss, ...]:
         """Every unexpected step so far, in order."""
         return tuple(self._misses)
@@ -59,14 +65,17 @@ class CacheReceipt(Receipt):
     def note_miss(self, kind: str, reason: str) -> None:
         """Keep an unexpected step.
 
+        A traced frame and a missed key come before the costly steps, and their reasons
+        belong together: so they wait for `hold`, which a frame's end calls too.
+
         Raises:
-            PolicyError: ``require = cache``. torch swallows some exceptions; `hold`
-                raises it again when the step at hand is over.
+            PolicyError: ``require = cache``, and something is about to be compiled.
         """
         with self._guard:
             if len(self._misses) < _MOST_MISSES:
                 self._misses.append(Miss(kind, reason))
-        self.hold()
+        if kind not in ("frame", "key", "bypass"):
+            self.hold()
 
     def hold(self) -> None:
         """Hold the start to ``require = cache``.
@@ -90,11 +99,13 @@ class CacheReceipt(Receipt):
         return self
 
     def _error(self) -> PolicyError:
-        first, *others = self._misses
-        more = f" (and {len(others)} more)" if others else ""
+        reasons = list(dict.fromkeys(miss.reason for miss in self._misses))
+        lines = "".join(f"\n  {reason}" for reason in reasons[:_SHOWN])
+        more = len(reasons) - _SHOWN
+        rest = f"\n  and {more} more" if more > 0 else ""
         return PolicyError(
-            f"require = cache, but the caches don't cover a step: {first.reason}{more}",
-            hint="Build again with what differs, set it back, or lower the requirement.",
+            f"require = cache, but the caches don't cover a step:{lines}{rest}",
+            hint="Build again, set back what differs, or lower the requirement.",
             misses=[dataclasses.asdict(miss) for miss in self._misses],
         )
 

@@ -184,9 +184,18 @@ def _routes(artifact: Artifact, cache: Cache) -> tuple[Route, ...]:
     )
 
 
-def _serve(artifact: Artifact, cache: Cache, place: Path, receipt: CacheReceipt) -> None:
+def _serve(
+    artifact: Artifact, cache: Cache, place: Path, receipt: CacheReceipt
+) -> None:
     """Install everything into this process's torch, and watch it."""
-    from compilekit._torch.caches import events, factors, kernels, keys, packages
+    from compilekit._torch.caches import (
+        events,
+        factors,
+        kernels,
+        keys,
+        package_install,
+        packages,
+    )
 
     events.settings(cache.recompile_limit)
     if "CXX" not in os.environ:
@@ -197,7 +206,8 @@ def _serve(artifact: Artifact, cache: Cache, place: Path, receipt: CacheReceipt)
     kernels.serve(
         served,
         lambda key: receipt.note_miss(
-            "kernel", f"a C++ kernel that isn't in the artifact is compiled ({key[:16]})"
+            "kernel",
+            f"a C++ kernel that isn't in the artifact is compiled ({key[:16]})",
         ),
     )
     known = {(key.kind, key.key) for key in cache.keys}
@@ -206,7 +216,7 @@ def _serve(artifact: Artifact, cache: Cache, place: Path, receipt: CacheReceipt)
         lambda key: receipt.note_miss("key", _why_missed(artifact, cache, key)),
     )
     refused: dict[str, str] = {}
-    installed = packages.install_with(_finder(artifact, cache, receipt, refused))
+    installed = package_install.install_with(_finder(artifact, cache, receipt, refused))
 
     def on_frame(code: Any, frame_locals: Mapping[str, Any]) -> None:
         name = packages.code_id(code)
@@ -215,7 +225,7 @@ def _serve(artifact: Artifact, cache: Cache, place: Path, receipt: CacheReceipt)
             return
         variants = installed().get(code)
         if variants:
-            reasons = packages.why_not(variants, frame_locals)
+            reasons = package_install.why_not(variants, frame_locals)
             why = f"no stored variant fits: {' | '.join(dict.fromkeys(reasons))}"
         else:
             why = "; ".join(refused.values()) or (
@@ -238,7 +248,7 @@ def _finder(
     Args:
         refused: Filled with function → why its package wasn't installed.
     """
-    from compilekit._torch.caches import packages
+    from compilekit._torch.caches import package_install, packages
 
     stored = {package.function: package for package in cache.packages}
 
@@ -249,7 +259,8 @@ def _finder(
         facts = artifact.json(blob_path(target, stored[name].facts))
         differing = [
             *explain_settings(facts["settings"], set_to),
-            *packages.changed_sources(facts["sources"]),
+            *package_install.changed_operators(facts["operators"]),
+            *package_install.changed_sources(facts["sources"]),
             *_other_build(cache),
         ]
         if differing:
@@ -263,6 +274,7 @@ def _finder(
             extra_guards=facts["extra_guards"],
             sources=facts["sources"],
             codes=facts["codes"],
+            operators=facts["operators"],
             globals={
                 module: {n: base64.b64decode(data) for n, data in values.items()}
                 for module, values in facts["globals"].items()
@@ -306,7 +318,9 @@ def _processes(receipt: CacheReceipt) -> Any:
         program = os.path.basename(os.fsdecode(words[0] or ""))
         if program in _COMPILERS or any(_COMPILE_WORKER in str(w) for w in words):
             try:
-                receipt.note_miss("process", f"a compiler process is started: {program}")
+                receipt.note_miss(
+                    "process", f"a compiler process is started: {program}"
+                )
             except PolicyError as exc:
                 # An audit hook's exception ends the step; say so in its own words.
                 raise RuntimeError(str(exc)) from exc

@@ -14,10 +14,14 @@ from compilekit.targets import cpu_flags
 
 # Features that g++ -march=native compiles for, of those that differ between servers.
 _COMPILED_FOR = frozenset(
-    "avx avx2 fma f16c bmi1 bmi2 movbe adx sha_ni vaes vpclmulqdq gfni avx_vnni"
-    " avx512f avx512bw avx512cd avx512dq avx512vl avx512ifma avx512vbmi avx512_vbmi2"
-    " avx512_vnni avx512_bitalg avx512_vpopcntdq avx512_bf16 avx512_fp16"
-    " avx512_vp2intersect amx_tile amx_int8 amx_bf16 sse4a clzero".split()
+    {
+        *("avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "adx", "sha_ni"),
+        *("vaes", "vpclmulqdq", "gfni", "avx_vnni", "sse4a", "clzero"),
+        *("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512ifma"),
+        *("avx512vbmi", "avx512_vbmi2", "avx512_vnni", "avx512_bitalg"),
+        *("avx512_vpopcntdq", "avx512_bf16", "avx512_fp16", "avx512_vp2intersect"),
+        *("amx_tile", "amx_int8", "amx_bf16"),
+    }
 )
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import enum
 import functools
+import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._dynamo import guards
+from torch._dynamo.source import GlobalSource
+from torch._library.custom_ops import CustomOpDef
 
+from compilekit._torch.caches.operators import describe_operator
 from compilekit.runtime.code import function_digest
 
 # Guard types that torch leaves out of a package or can't store.
@@ -40,11 +44,32 @@ _INSIDE_FUNCTION = (
 ABSENT = "absent"
 
 
-def is_ours(entry: Any) -> bool:
+def unpicklable_globals(entries: Any) -> frozenset[str]:
+    """Globals that a frame's guards look at and pickle refuses (a custom operator).
+
+    Args:
+        entries: The frame's ``GuardFilterEntry`` objects.
+    """
+    found = set()
+    for entry in entries:
+        source = entry.orig_guard.originating_source
+        if not (entry.has_value and isinstance(source, GlobalSource)):
+            continue
+        if isinstance(entry.value, (types.ModuleType, torch.nn.Module, torch.Tensor)):
+            continue
+        try:
+            pickle.dumps(entry.value)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            found.add(source.global_name)
+    return frozenset(found)
+
+
+def is_ours(entry: Any, unpicklable: frozenset[str]) -> bool:
     """True for a guard that torch can't store, so that `checker` must hold it.
 
     Args:
         entry: A ``GuardFilterEntry``.
+        unpicklable: See `unpicklable_globals`.
     Source: torch/_dynamo/types.py, GuardFilterEntry (2.11, 2.13).
     """
     if entry.guard_type in _UNSTORABLE or _UNSTORABLE & {*entry.derived_guard_types}:
@@ -55,6 +80,8 @@ def is_ours(entry: Any) -> bool:
     source = guard.originating_source
     while source is not None:
         if getattr(source, "is_derefed_cell_contents", False):
+            return True
+        if isinstance(source, GlobalSource) and source.global_name in unpicklable:
             return True
         source = getattr(source, "base", None)
     return False
@@ -68,7 +95,7 @@ def describe(value: Any, depth: int = 3) -> str:
     """
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
-    if isinstance(value, _SCALARS) or isinstance(value, _TORCH_VALUES):
+    if isinstance(value, (*_SCALARS, *_TORCH_VALUES)):
         return repr(value)
     if isinstance(value, types.ModuleType):
         return f"module {value.__name__}"
@@ -88,6 +115,8 @@ def describe(value: Any, depth: int = 3) -> str:
         return f"({', '.join(describe(item, depth - 1) for item in value)})"
     if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return f"operator {value}"
+    if isinstance(value, CustomOpDef):
+        return f"operator {describe_operator(value._qualname)}"
     return f"instance of {_name(type(value))}"
 
 
@@ -119,7 +148,7 @@ def evaluate(
     name may call.
     """
     scope = {**guards._get_closure_vars(), "L": frame_locals, "G": frame_globals}
-    return eval(expression, scope)  # noqa: S307 - from a verified artifact
+    return eval(expression, scope)
 
 
 def text_of(
@@ -170,7 +199,7 @@ def _reader(expressions: Sequence[str]) -> Callable[..., tuple[Any, ...]]:
     code = compile(f"({body})", "<guards>", "eval")
 
     def read(scope: dict[str, Any], frame_locals: Mapping[str, Any]) -> Any:
-        return eval(code, scope, {"L": frame_locals})  # noqa: S307
+        return eval(code, scope, {"L": frame_locals})
 
     return read
 

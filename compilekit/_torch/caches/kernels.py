@@ -1,8 +1,8 @@
 """Compiled C++ kernels, found by what they were compiled from instead of by a path.
 
-torch's caches hold a kernel's source, never its shared object, and its own key for one
-holds include paths and the compiler's banner: a start from caches calls g++ for every
-kernel. Here a kernel's key is its source and every setting that shapes its machine code.
+torch's caches hold a kernel's source, never its shared object, and its own key for
+one holds include paths and the compiler's banner: a start from caches calls g++ for
+every kernel. Here a kernel's key is its source and every setting that shapes its code.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import torch._inductor.codecache
 import torch._inductor.config
 
 # Settings below inductor.cpp that end up on the compiler's command line.
-# Source: torch/_inductor/cpp_builder.py, _get_optimization_cflags, _get_ffast_math_flags
-# and get_cpp_torch_device_options; cpu_vec_isa.py, pick_vec_isa (2.11, 2.13; march: 2.13).
+# Source: torch/_inductor/cpp_builder.py, _get_optimization_cflags,
+# _get_ffast_math_flags and get_cpp_torch_device_options; cpu_vec_isa.py, pick_vec_isa
+# (2.11, 2.13; march: 2.13).
 _FLAG_SETTINGS = (
     "march",
     "simdlen",

@@ -1,33 +1,23 @@
 """Cache keys with everything that went into them, for FX graphs and AOTAutograd.
 
-torch looks a graph up by one hash, and a miss says nothing. Here each key comes with its
-components, so that two can be compared; and what torch leaves out of the hash although
-the compiled code depends on it (the CPU's vector instructions, the schemas and fake
-implementations of custom operators) is put in.
+torch looks a graph up by one hash, and a miss says nothing. Here each key comes with
+its components, so that two can be compared; and what torch leaves out of the hash
+although the compiled code depends on it (the CPU's vector instructions, the schemas and
+fake implementations of custom operators) is put in.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 from torch._inductor import codecache
-from torch._library.custom_ops import OPDEFS
 
 from compilekit._torch.caches.kernels import capability
-from compilekit._torch.runtime import operator_schema
-from compilekit.runtime.code import function_digest
+from compilekit._torch.caches.operators import custom_operators
 
-# Operators that belong to torch itself: their schemas come with torch's version.
-_OWN = frozenset(
-    "aten prims prim inductor quantized _quantized mkldnn mkl onednn higher_order"
-    " c10d _c10d_functional _dtensor rngprims fsdp export profiler debugprims"
-    " inductor_prims streams".split()
-)
 _LINE = re.compile(r"\[([0-9a-z]+)\] (.*?): (.*)", re.DOTALL)
 
 
@@ -66,7 +56,7 @@ def watch(wanted: Callable[[str, str], bool], on_key: Callable[[Key], None]) -> 
         if not isinstance(value, codecache.FxGraphHashDetails):
             return original(self, value)
         value.cpu_capability = capability()  # type: ignore[attr-defined]
-        value.custom_operators = _custom_operators(value.gm)  # type: ignore[attr-defined]
+        value.custom_operators = custom_operators(value.gm)  # type: ignore[attr-defined]
         hashed = original(self, value)
         autograd = isinstance(value, AOTAutogradCacheDetails)
         kind = "AOTAutograd" if autograd else "FX graph"
@@ -75,7 +65,7 @@ def watch(wanted: Callable[[str, str], bool], on_key: Callable[[Key], None]) -> 
             on_key(Key(kind, key, _components(self, value)))
         return hashed
 
-    codecache.FxGraphCachePickler.get_hash = get_hash  # type: ignore[method-assign]
+    codecache.FxGraphCachePickler.get_hash = get_hash  # type: ignore[method-assign, assignment]
 
 
 def _components(pickler: Any, details: Any) -> dict[str, Component]:
@@ -91,44 +81,3 @@ def _components(pickler: Any, details: Any) -> dict[str, Component]:
             hashed, name, text = match.groups()
             found[name] = Component(hashed[:16], text)
     return found
-
-
-def _custom_operators(graph: Any) -> dict[str, str]:
-    """Operators outside torch that a graph calls → digest of schema and functions."""
-    if graph is None:
-        return {}
-    names = set()
-    for module in graph.modules():
-        if not isinstance(module, torch.fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            name = _operator_name(node.target)
-            if name.partition("::")[0] not in _OWN:
-                names.add(name)
-    return {name: describe_operator(name) for name in sorted(names) if name}
-
-
-def _operator_name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name)
-    return ""
-
-
-def describe_operator(name: str) -> str:
-    """Schema of ``namespace::name``, and a digest of its Python functions.
-
-    Source: torch/_library/custom_ops.py, OPDEFS and CustomOpDef (2.11, 2.13).
-    """
-    namespace, _, operator = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), operator, None)
-    if packet is None:
-        return "not registered"
-    text = operator_schema(packet)
-    definition = OPDEFS.get(name)
-    if definition is None:
-        return text
-    functions = [definition._init_fn, getattr(definition, "_abstract_fn", None)]
-    digests = [function_digest(f) for f in functions if hasattr(f, "__code__")]
-    return f"{text} {hashlib.sha256(''.join(digests).encode()).hexdigest()[:16]}"
