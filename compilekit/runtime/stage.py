@@ -76,10 +76,10 @@ def stage(artifact: Artifact, cache: Cache, work: Path) -> tuple[Path, bool]:
 
     place = work / f"{artifact.digest[:32]}-{cache.target}"
     try:
+        write.recover(place)
         if place.is_dir():
             return place, False
         _refuse_full(artifact, cache, work)
-        write.recover(place)
         with write.staging(place) as staging:
             os.chmod(staging, 0o700)
             _write_files(artifact, cache, staging, place)
