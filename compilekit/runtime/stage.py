@@ -131,7 +131,8 @@ def _write_files(artifact: Artifact, cache: Cache, staging: Path, place: Path) -
         if name in relocated:
             data = data.replace(_PLACE, os.fsencode(place))
         path = staging / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for parent in (*reversed(path.relative_to(staging).parents),):
+            (staging / parent).mkdir(mode=0o700, exist_ok=True)
         _write(path, data)
     for digest in sorted(set(cache.kernels.values())):
         data = artifact.read(f"kernels/{digest}.so")
