@@ -11,8 +11,12 @@ import sys
 
 
 def main() -> None:
-    """Do what the spec says."""
-    spec = json.load(sys.stdin)
+    """Do what the spec on stdin says."""
+    print(json.dumps(answer_to(json.load(sys.stdin))))
+
+
+def answer_to(spec: dict) -> dict:
+    """Apply a change, restore, run, compare."""
     sys.path.insert(0, spec["folder"])
     import torch
 
@@ -32,8 +36,7 @@ def main() -> None:
     except CompilekitError as exc:
         answer |= {"verdict": "refused", "reasons": str(exc).splitlines()}
         answer["code"] = exc.exit_code
-        print(json.dumps(answer))
-        return
+        return answer
     scope["model"] = stale_model.make()
     scope["x"] = stale_model.sample(4)
     scope["options"] = {}
@@ -48,14 +51,13 @@ def main() -> None:
     except CompilekitError as exc:
         answer |= {"verdict": "policy", "reasons": str(exc).splitlines()}
         answer["code"] = exc.exit_code
-        print(json.dumps(answer))
-        return
+        return answer
     with scope["mode"]():
         expected = model(x)
     answer["error"] = float((found.double() - expected.double()).abs().max())
     answer["reasons"] = [miss.reason for miss in receipt.misses]
     answer["verdict"] = "recompiled" if receipt.misses else "same"
-    print(json.dumps(answer))
+    return answer
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python scripts/cache_proof/staleness.py [--strict] [ROW ...]
 
-Each row is a fresh process that restores one artifact. It must end as ``same`` (hits
+Each row is a process that restores one artifact: a fresh one where the environment
+changes, else one forked from a process that imported torch and compiled nothing. It must end as ``same`` (hits
 only), ``refused`` (before anything runs) or ``recompiled``, and in the last two cases a
 reason must name the factor with both values. The output must equal eager's. Exit code 1
 if a row doesn't. ``--strict`` sets ``require = cache``: ``policy`` instead of
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +69,7 @@ ROWS: dict[str, Row] = {
     "compiler path": Row("recompiled", "cpp.cxx was (None, 'g++'), is (None, '/usr/bin/g++')", env={"CXX": "/usr/bin/g++"}),
     "max autotune by environment": Row("recompiled", "inductor.max_autotune was False, is True", env={"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}),
     "freezing by environment": Row("recompiled", "inductor.freezing was False, is True", env={"TORCHINDUCTOR_FREEZING": "1"}),
-    "threads": Row("recompiled", "cpp_num_threads", threads=1),
+    "threads": Row("recompiled", "cpp_runtime_thread_count was 2, is 1", threads=1),
     "vector instructions": Row("refused", "cache.cpu_capability", env={"ATEN_CPU_CAPABILITY": "default"}),
     "cache directory of others": Row("refused", "TORCHINDUCTOR_CACHE_DIR is", env={"TORCHINDUCTOR_CACHE_DIR": "{tmp}/theirs"}),
     # Options.
@@ -79,9 +81,9 @@ ROWS: dict[str, Row] = {
     "dynamic shapes": Row("recompiled", "compile.dynamic was False, is True", then="options = {'dynamic': True}"),
     "global option": Row("recompiled", "inductor.pattern_matcher was True, is False", then="import torch._inductor.config as c; c.pattern_matcher = False"),
     "functorch option": Row("recompiled", "functorch.functionalize_rng_ops was False, is True", then="import torch._functorch.config as c; c.functionalize_rng_ops = True"),
-    "dynamo option": Row("recompiled", "dynamo.inline_inbuilt_nn_modules was True, is False", then="import torch._dynamo.config as c; c.inline_inbuilt_nn_modules = False"),
+    "dynamo option": Row("recompiled", "dynamo.capture_scalar_outputs was False, is True", then="import torch._dynamo.config as c; c.capture_scalar_outputs = True"),
     # State of the process.
-    "matmul precision": Row("recompiled", "precision", then="torch.set_float32_matmul_precision('medium')"),
+    "matmul precision": Row("recompiled", "cuda_matmul_settings was ('none', True, True), is ('tf32', True, True)", then="torch.set_float32_matmul_precision('medium')"),
     "deterministic": Row("recompiled", "deterministic_algorithms_settings was (False, False, True), is (True, False, True)", then="torch.use_deterministic_algorithms(True)"),
     "default dtype": Row("recompiled", "default_dtype", then="torch.set_default_dtype(torch.float64)"),
     "grad mode": Row("recompiled", "grad_enabled was False, is True", then="mode = torch.enable_grad"),
@@ -137,28 +139,61 @@ def run(artifact: Path, row: Row, folder: Path, strict: bool = False) -> dict[st
     spec = {"artifact": str(artifact), "folder": str(source), "threads": row.threads}
     spec |= {"first": row.first, "then": row.then}
     spec["require"] = ["cache"] if strict else []
-    environment = {
-        **os.environ,
+    places = {
         "TMPDIR": str(folder / "tmp"),
         "COMPILEKIT_WORK_DIR": str(folder / "work"),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        **{k: (v or "").replace("{tmp}", str(folder)) for k, v in row.env.items()},
     }
     (folder / "tmp").mkdir(exist_ok=True)
     # A recompile writes there: each row starts from what was restored.
     shutil.rmtree(folder / "work", ignore_errors=True)
+    if not row.env:
+        return forked(spec, places)
+    changed = {k: (v or "").replace("{tmp}", str(folder)) for k, v in row.env.items()}
     done = subprocess.run(
         [sys.executable, str(HERE / "stale_child.py")],
         input=json.dumps(spec),
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, **places, **changed},
         check=False,
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         return {"verdict": "died", "reasons": done.stderr.strip().splitlines()[-3:]}
     return dict(json.loads(lines[-1]))
+
+
+def forked(spec: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
+    """A row in a process that shares this one's imports, and nothing else."""
+    sys.path.insert(0, str(HERE))
+    os.environ.update(places)
+    import stale_child
+    import torch._inductor.compile_fx  # noqa: F401 - 20 times the row's own work
+
+    answer, its_end = os.pipe()
+    number = os.fork()
+    if number == 0:
+        code = 1
+        try:
+            os.close(answer)
+            sys.path.remove(str(HERE))
+            data = json.dumps(stale_child.answer_to(spec)).encode()
+            with os.fdopen(its_end, "wb") as pipe:
+                pipe.write(data)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(its_end)
+    with os.fdopen(answer, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(number, 0)
+    if status or not data:
+        return {"verdict": "died", "reasons": [f"status {status}, see above"]}
+    return dict(json.loads(data))
 
 
 def problem(row: Row, found: dict[str, Any], strict: bool = False) -> str:
