@@ -14,7 +14,7 @@ from compilekit import errors
 
 def test_names_are_frozen() -> None:
     """Exactly these names are public, and ``dir`` shows them."""
-    names = ["__version__", "attach", "check", "errors", "open"]
+    names = ["__version__", "attach", "check", "errors", "open", "restore"]
     assert sorted(compilekit.__all__) == names
     assert dir(compilekit) == names
 
@@ -42,6 +42,7 @@ def test_errors_is_the_module() -> None:
     ("name", "parameters"),
     [
         ("attach", "model, artifact, *entry, *require, *on_uncovered, *device"),
+        ("restore", "artifact, *work_dir, *require"),
         ("check", "artifact, *libraries"),
         ("open", "path"),
     ],

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import itertools
 import pickle
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -209,5 +210,23 @@ def why_not(variants: list[Installed], frame_locals: Mapping[str, Any]) -> list[
             continue
         info = variant.manager.check_verbose(frame_locals)
         if not info.result:
-            reasons.append("; ".join(map(str, info.verbose_code_parts)))
+            parts = map(str, info.verbose_code_parts)
+            reasons.append(
+                "; ".join(_with_value(p, frame_locals, variant.scope) for p in parts)
+            )
     return reasons
+
+
+# A guard as torch shows it: an expression, what it must be, a comment with its place.
+_EQUAL = re.compile(r"(?P<what>.+?) (?:==|!=) (?P<value>\S+) *(?:#.*)?")
+
+
+def _with_value(
+    part: str, frame_locals: Mapping[str, Any], scope: dict[str, Any]
+) -> str:
+    """A failed guard with the present value: torch shows the wanted one only."""
+    match = _EQUAL.fullmatch(part)
+    if match is None:
+        return part
+    what, value = match["what"].strip(), match["value"]
+    return f"{what} was {value}, is {guard_values.text_of(what, frame_locals, scope)}"
