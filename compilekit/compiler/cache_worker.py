@@ -146,7 +146,6 @@ def _caller(
     config: configuration.Config, device: str
 ) -> Callable[[str, Bucket, Path], Any]:
     """A function that runs one bucket the way a server would."""
-    import torch
 
     from compilekit.compiler import models
 
@@ -166,7 +165,7 @@ def _caller(
         if name not in compiled:
             compiled[name] = compile_entry(config, model[0], entry)
         kwargs = models.example_kwargs(config, entry, bucket)
-        with grad_mode(entry), torch.device(device):
+        with grad_mode(entry):
             return compiled[name](**_moved(kwargs, device))
 
     return call
