@@ -3,6 +3,7 @@
     receipt = compilekit.attach(model)          # the artifact in COMPILEKIT_ARTIFACT
 
     attach(model, artifact)   run an artifact's programs on a live model
+    restore(artifact)         start torch.compile from an artifact's caches
     open(path)                an artifact, its digests verified
     check(artifact)           every mismatch between an artifact and this machine
     errors                    the error tree
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from compilekit.artifact import open_artifact as open  # noqa: A004 (users write compilekit.open)
     from compilekit.runtime.attach import attach
     from compilekit.runtime.check import check
+    from compilekit.runtime.restore import restore
 
-__all__ = ["__version__", "attach", "check", "errors", "open"]
+__all__ = ["__version__", "attach", "check", "errors", "open", "restore"]
 
 # Public name → the module and attribute behind it; "" = the module itself.
 _SOURCES = {
@@ -31,6 +33,7 @@ _SOURCES = {
     "check": ("compilekit.runtime.check", "check"),
     "errors": ("compilekit.errors", ""),
     "open": ("compilekit.artifact", "open_artifact"),
+    "restore": ("compilekit.runtime.restore", "restore"),
 }
 
 

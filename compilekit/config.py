@@ -83,6 +83,11 @@ class EntryConfig:
             bucket, for inputs that dicts and lists can't express (dataclasses):
             ``function(axes: dict[str, int]) -> dict[str, object]``; empty = built
             from ``inputs``.
+        warmup: ``package.module:function`` that calls ``torch.compile`` itself, for
+            the cache route: ``function(axes: dict[str, int])`` runs what one bucket
+            needs and returns outputs to compare; empty = the method is compiled.
+        grad: Mode that the cache route compiles the method in: ``off``
+            (``torch.no_grad``) or ``inference`` (``torch.inference_mode``).
     """
 
     name: str
@@ -91,6 +96,8 @@ class EntryConfig:
     outputs: Mapping[str, OutputConfig] = dataclasses.field(default_factory=dict)
     kwargs: Mapping[str, Scalar | None] = dataclasses.field(default_factory=dict)
     example: str = ""
+    warmup: str = ""
+    grad: str = "off"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +174,10 @@ class Config:
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "": ("model", "axes", "entries", "compile", "gates", "verify", "build", "serve"),
     "model": ("source", "dtype", "class", "config"),
-    "entries.*": ("method", "inputs", "outputs", "kwargs", "example"),
+    "entries.*": (
+        *("method", "inputs", "outputs", "kwargs", "example"),
+        *("warmup", "grad"),
+    ),
     "entries.*.inputs.*": ("shape", "dtype", "pad", "default", "low", "high"),
     "entries.*.outputs.*": ("cut",),
     "compile": ("mode", "fullgraph", "threads", "options"),
@@ -187,6 +197,7 @@ _NOT_YET: Mapping[str, str] = {
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ROUTES = ("program", "cache")
+GRAD_MODES = ("off", "inference")
 MATH_ATTENTION = ("ignore", "warn", "error")
 ON_UNCOVERED = ("error", "eager", "jit")
 OVER_LENGTH = ("error", "eager")
@@ -711,7 +722,7 @@ def _read_config(file: _File, path: Path, data: Mapping[str, Any]) -> Config:
         path=path,
         model=_read_model(file, data),
         axes=axes,
-        entries=_read_entries(file, data, axes),
+        entries=_read_entries(file, data, axes, build.routes),
         compile=_read_compile(file, data, build.routes),
         gates=_read_gates(file, data),
         verify=_read_verify(file, data),
@@ -725,8 +736,14 @@ def _read_model(file: _File, data: Mapping[str, Any]) -> ModelConfig:
     source = _text(file, table, ("model", "source"))
     factory = is_function(source)
     expected = 'expected "hf:DIRECTORY-OR-ID" or "package.module:factory"'
+    entries = data.get("entries")
+    warm = isinstance(entries, dict) and all(
+        isinstance(entry, dict) and "warmup" in entry for entry in entries.values()
+    )
     if "source" not in table:
-        file.report(("model", "source"), f"missing; {expected}")
+        # Entries that call torch.compile themselves bring their models along.
+        if not (warm and entries):
+            file.report(("model", "source"), f"missing; {expected}")
     elif isinstance(table["source"], str) and not factory and not _names_hf(source):
         nearest = f"hf:{source}" if source and ":" not in source else ""
         file.report(("model", "source"), f'{expected}, found "{source}"', nearest)
@@ -792,19 +809,28 @@ def _sizes(file: _File, sizes: object, key: KeyPath) -> tuple[int, ...]:
 
 
 def _read_entries(
-    file: _File, data: Mapping[str, Any], axes: Mapping[str, tuple[int, ...]]
+    file: _File,
+    data: Mapping[str, Any],
+    axes: Mapping[str, tuple[int, ...]],
+    routes: tuple[str, ...],
 ) -> dict[str, EntryConfig]:
     tables = _table(file, data, ("entries",))
     if not tables:
         message = "missing; name at least one callable, e.g. [entries.forward]"
         file.report(("entries",), message)
     entries = {name: _read_entry(file, tables, name, axes) for name in tables}
+    for name, entry in entries.items():
+        if entry.warmup and "program" in routes:
+            message = 'code that compiles by itself needs [build] routes = ["cache"]'
+            file.report(("entries", name, "warmup"), message)
     used = {
         axis
         for entry in entries.values()
         for rule in entry.inputs.values()
         for axis in rule.shape
     }
+    if any(entry.warmup for entry in entries.values()):
+        used |= axes.keys()
     for axis in axes:
         if entries and axis not in used:
             message = "no input uses this axis, so it makes no bucket"
@@ -830,7 +856,16 @@ def _read_entry(
     if example and not is_function(example):
         message = f'expected "package.module:function", found "{example}"'
         file.report((*key, "example"), message)
-    if "inputs" not in table and not example:
+    warmup = _text(file, table, (*key, "warmup"))
+    if warmup and not is_function(warmup):
+        message = f'expected "package.module:function", found "{warmup}"'
+        file.report((*key, "warmup"), message)
+    if warmup:
+        for other in ("method", "inputs", "outputs", "kwargs", "example", "grad"):
+            if other in table:
+                message = "the warm-up makes its own calls; leave this out"
+                file.report((*key, other), message)
+    if "inputs" not in table and not example and not warmup:
         message = f"missing; name the tensors that {name} takes, or give an example"
         file.report((*key, "inputs"), message)
     inputs = _read_inputs(file, table, (*key, "inputs"), axes)
@@ -851,6 +886,8 @@ def _read_entry(
         outputs=_read_outputs(file, table, (*key, "outputs"), inputs),
         kwargs=kwargs,
         example=example,
+        warmup=warmup,
+        grad=_text(file, table, (*key, "grad"), "off", GRAD_MODES),
     )
 
 

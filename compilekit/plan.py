@@ -53,10 +53,12 @@ def buckets(config: Config, entry_name: str) -> tuple[Bucket, ...]:
     """Every bucket of an entry, in configuration order.
 
     One for each combination of sizes of the axes that the entry's inputs use; the
-    last axis changes fastest.
+    last axis changes fastest. A warm-up gets all axes.
     """
-    inputs = config.entries[entry_name].inputs.values()
-    used = {axis for rule in inputs for axis in rule.shape}
+    entry = config.entries[entry_name]
+    used: set[str | int] = {a for rule in entry.inputs.values() for a in rule.shape}
+    if entry.warmup:
+        used |= config.axes.keys()
     axes = [axis for axis in config.axes if axis in used]
     return tuple(
         bucket(dict(zip(axes, sizes, strict=True)))
@@ -96,6 +98,9 @@ def make_plan(config: Config) -> Plan:
     for target in names:
         for name, entry in config.entries.items():
             rules = tuple(entry.inputs.values())
-            sized = sorted(buckets(config, name), key=lambda b: elements(rules, b.axes))
+            sized = sorted(
+                buckets(config, name),
+                key=lambda b: (elements(rules, b.axes), math.prod(b.axes.values())),
+            )
             jobs += [Job(target, name, bucket) for bucket in sized]
     return Plan(tuple(jobs))

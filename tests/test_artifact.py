@@ -24,6 +24,7 @@ import jsonschema
 import pytest
 
 from compilekit import artifact as api
+from compilekit.artifact import cache as caches
 from compilekit.artifact import canonical, schema, store, verification, write
 from compilekit.artifact import manifest as manifests
 from compilekit.artifact import program as programs
@@ -36,6 +37,7 @@ from compilekit.errors import (
 )
 
 GOLDENS = {
+    "cache": (golden.FOLDER / "cache.json",),
     "manifest": (golden.ARTIFACT / "manifest.json",),
     "reports": (golden.ARTIFACT / "reports/index.json",),
     "entry": tuple(golden.ARTIFACT.glob("programs/*/*/entry.json")),
@@ -272,6 +274,9 @@ def test_unknown_schema_keyword(tmp_path: Path, monkeypatch: Any) -> None:
         ("entry", ("$defs", "rule"), programs.InputRule),
         ("entry", ("properties", "signature", "items"), programs.Parameter),
         ("entry", ("properties", "reads", "items"), programs.Read),
+        ("cache", (), caches.Cache),
+        ("cache", ("properties", "keys", "items"), caches.CacheKey),
+        ("cache", ("properties", "packages", "items"), caches.StoredPackage),
         ("program", (), programs.Program),
         ("program", ("properties", "inputs", "items"), programs.GraphInput),
         ("program", ("properties", "outputs", "items"), programs.GraphOutput),
@@ -622,7 +627,7 @@ def test_leftovers_are_removed_unless_in_use(tmp_path: Path) -> None:
     (dead / "half").write_text("")
     other = tmp_path / ".ab.staging-1-00000000"
     other.mkdir()
-    with write._staging(tmp_path / "a") as alive:
+    with write.staging(tmp_path / "a") as alive:
         golden.write(tmp_path / "a")
         assert not dead.exists()
         assert other.exists()

@@ -16,6 +16,7 @@ SURFACE = {
     "bench startup": [
         "CONFIG",
         "--artifact",
+        "--route",
         "--rows",
         "--repeat",
         "--threads",

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "factors.md").read_text(encoding="utf-8")
 def factors() -> list[str]:
     """First argument of every mismatch made in the runtime, up to what varies."""
     found = set()
-    for name in ("check.py", "gpu.py", "model.py"):
+    for name in ("check.py", "gpu.py", "model.py", "cache_check.py"):
         tree = ast.parse((ROOT / "compilekit" / "runtime" / name).read_text())
         for node in ast.walk(tree):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):

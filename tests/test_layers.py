@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "compilekit"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A process boundary: what goes wrong in one bucket is reported, the next one runs.
-CATCHES_ALL = {"compiler/worker.py", "cli/__init__.py"}
+CATCHES_ALL = {"compiler/cache_worker.py", "compiler/worker.py", "cli/__init__.py"}
 
 STANDARD_LIBRARY = "standard library"
 RUNTIME = "runtime"
@@ -26,11 +26,16 @@ def layer(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     if parts in {("console.py",), ("__main__.py",)} or parts[0] == "cli":
         return COMMAND_LINE
-    if parts[0] == "runtime" or parts in {
-        ("_torch", "runtime.py"),
-        ("_torch", "versions.py"),
-        ("_torch", "__init__.py"),
-    }:
+    if (
+        parts[0] == "runtime"
+        or parts[:2] == ("_torch", "caches")
+        or parts
+        in {
+            ("_torch", "runtime.py"),
+            ("_torch", "versions.py"),
+            ("_torch", "__init__.py"),
+        }
+    ):
         return RUNTIME
     if parts[0] in ("compiler", "bench", "_torch"):
         return COMPILER

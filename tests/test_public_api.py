@@ -14,7 +14,7 @@ from compilekit import errors
 
 def test_names_are_frozen() -> None:
     """Exactly these names are public, and ``dir`` shows them."""
-    names = ["__version__", "attach", "check", "errors", "open"]
+    names = ["__version__", "attach", "check", "errors", "open", "restore"]
     assert sorted(compilekit.__all__) == names
     assert dir(compilekit) == names
 
@@ -45,6 +45,7 @@ def test_errors_is_the_module() -> None:
             "attach",
             "model, artifact, *entry, *require, *on_uncovered, *device, *loading",
         ),
+        ("restore", "artifact, *work_dir, *require"),
         ("check", "artifact, *libraries"),
         ("open", "path"),
     ],

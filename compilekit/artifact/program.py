@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+from compilekit.artifact.canonical import plain
+
 SCHEMA = 1
 
 
@@ -210,7 +212,7 @@ def to_json(record: Entry | Program) -> dict[str, Any]:
     Everything is spelled out, except what is at its default in a graph's inputs and
     outputs: there are hundreds of them, and a start parses them all.
     """
-    data = _to_json(record)
+    data = plain(record)
     if isinstance(record, Program):
         data["inputs"] = [_without_defaults(item) for item in record.inputs]
         data["outputs"] = [_without_defaults(item) for item in record.outputs]
@@ -220,20 +222,10 @@ def to_json(record: Entry | Program) -> dict[str, Any]:
 def _without_defaults(record: GraphInput | GraphOutput) -> dict[str, Any]:
     defaults = record._field_defaults
     return {
-        name: _to_json(value)
+        name: plain(value)
         for name, value in record._asdict().items()
         if name not in defaults or value != defaults[name]
     }
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, Mapping):
-        return {key: _to_json(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_to_json(item) for item in value]
-    return value
 
 
 def entry_from_json(data: Mapping[str, Any]) -> Entry:

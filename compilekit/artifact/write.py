@@ -60,11 +60,11 @@ def write_artifact(
     try:
         _check_place(out)
         out.parent.mkdir(parents=True, exist_ok=True)
-        _recover(out)
-        with _staging(out) as staging:
-            _write_files(staging, contents)
-            artifact = store.open_artifact(staging).parse_all()
-            _publish(staging, out)
+        recover(out)
+        with staging(out) as folder:
+            _write_files(folder, contents)
+            artifact = store.open_artifact(folder).parse_all()
+            _publish(folder, out)
     except OSError as exc:
         raise ResourceError(
             f"artifact {out} can't be written: {exc.strerror}"
@@ -149,7 +149,7 @@ def _prefix(out: Path) -> str:
 
 
 @contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
+def staging(out: Path) -> Iterator[Path]:
     """A locked directory beside `out`; what is left of it at the end is removed.
 
     The lock, not the process number, tells a live writer from a dead one: numbers are
@@ -204,7 +204,7 @@ def _lock(path: Path, *, required: bool) -> int | None:
     return descriptor
 
 
-def _recover(out: Path) -> None:
+def recover(out: Path) -> None:
     """Remove what killed writers left; put back what one of them had moved aside."""
     for name in sorted(os.listdir(out.parent)):
         if not name.startswith(_prefix(out)):

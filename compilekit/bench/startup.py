@@ -44,6 +44,7 @@ ROWS: Mapping[str, str] = {
     "aot": "torch.compile(...).aot_compile, one saved function per bucket",
     "aoti": "AOTInductor, one package per bucket, weights outside, its C++ loader",
     "compilekit": "compilekit.attach, program route",
+    "cache": "compilekit.restore and torch.compile, cache route; no compiler",
 }
 """Row → what its process does before the first call."""
 
@@ -55,9 +56,15 @@ _SHIPS: Mapping[str, str] = {
     "aot": "functions",
     "aoti": "packages",
     "compilekit": "artifact",
+    "cache": "cache-artifact",
+}
+# Rows that a route is compared with, by default.
+ROUTES: Mapping[str, tuple[str, ...]] = {
+    "program": tuple(row for row in ROWS if row != "cache"),
+    "cache": ("eager", "cold", "moved", "mega", "mega+kernels", "cache"),
 }
 # Rows whose process gets an empty PATH: they claim to need no compiler.
-_WITHOUT_COMPILER = frozenset({"eager", "mega+kernels", "aoti", "compilekit"})
+_WITHOUT_COMPILER = frozenset({"eager", "mega+kernels", "aoti", "compilekit", "cache"})
 # A variable left over in the caller's shell would favour one row or miss a cache.
 _DROPPED_VARIABLES = ("AOTI", "COMPILEKIT_", "CXX", "MKL_", "OMP_", "TORCH", "TRITON")
 
@@ -405,8 +412,8 @@ class _Bench:
 
     def shipped(self, row: str) -> Path:
         """Where the things lie that a row ships."""
-        if row == "compilekit":
-            return self.artifact or self.store / "artifact"
+        if row in ("compilekit", "cache"):
+            return self.artifact or self.store / _SHIPS[row]
         return self.store / {"aoti": "packages", "aot": "functions"}.get(row, row)
 
 
@@ -652,7 +659,8 @@ def _preparations(rows: tuple[str, ...], artifact: Path | None) -> dict[str, str
     needed: dict[str, str] = {}
     for row in rows:
         what = _SHIPS.get(row)
-        if what is not None and not (what == "artifact" and artifact is not None):
+        given = artifact is not None and what in ("artifact", "cache-artifact")
+        if what is not None and not given:
             needed.setdefault(what, row)
     return needed
 

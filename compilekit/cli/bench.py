@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from compilekit.bench.startup import Row, Sample, StartupResult
 
 # The rows of the table by bucket, in this order; the other tables have all of them.
-_BY_BUCKET = ("compilekit", "cold", "eager")
+_BY_BUCKET = ("compilekit", "cache", "cold", "eager")
 # The route a row's buckets take; a bucket of ours that can't take it is an error.
-_ROUTES = {"compilekit": "program", "cold": "jit", "eager": "eager"}
+_ROUTES = {"compilekit": "program", "cache": "cache", "cold": "jit", "eager": "eager"}
 
 
 @click.command(
@@ -52,9 +52,16 @@ _ROUTES = {"compilekit": "program", "cold": "jit", "eager": "eager"}
     help="A built artifact; one is built for the occasion otherwise.",
 )
 @click.option(
+    "--route",
+    type=click.Choice(("program", "cache")),
+    default="program",
+    show_default=True,
+    help="Route to measure; it decides what it's compared with.",
+)
+@click.option(
     "--rows",
     metavar="NAMES",
-    help="Ways to start, separated by commas; all of them otherwise.",
+    help="Ways to start, separated by commas; the route's own otherwise.",
 )
 @click.option(
     "--repeat",
@@ -98,6 +105,7 @@ def startup(
     console: Console,
     config: Path,
     artifact: Path | None,
+    route: str,
     rows: str | None,
     repeat: int,
     threads: int,
@@ -110,7 +118,8 @@ def startup(
 
     The rows are eager, cold (torch.compile), moved (a copied cache directory), mega
     and mega+kernels (Mega-cache without and with its kernels), aoti (AOTInductor's
-    direct loader) and compilekit. They run interleaved, in a shuffled order.
+    direct loader), compilekit (programs) and cache (restored caches). They run
+    interleaved, in a shuffled order.
     """
     from compilekit.config import load
 
@@ -118,7 +127,7 @@ def startup(
     from compilekit.bench import startup as bench
     from compilekit.cli.progress import BenchProgress
 
-    chosen = tuple(bench.ROWS)
+    chosen = bench.ROUTES[route]
     if rows is not None:
         chosen = tuple(name.strip() for name in rows.split(",") if name.strip())
     with BenchProgress(console) as progress:

@@ -39,6 +39,7 @@ from compilekit.artifact import (
     write_artifact,
 )
 from compilekit.artifact.program import entry_from_json, to_json
+from compilekit.compiler.cache import Harvest, build_caches
 from compilekit.errors import ConfigError
 from compilekit.events import BuildEvent, OnBuildEvent, from_line, ignore
 from compilekit.results import BucketResult, BucketVerified, BuildResult
@@ -80,6 +81,7 @@ def build(
     logs = Path(f"{out}.logs")
     with _scratch() as scratch:
         results: list[BucketResult] = []
+        caches: dict[str, Harvest] = {}
         for target in dict.fromkeys(job.target for job in planned.jobs):
             numbered = [
                 (index, job)
@@ -87,9 +89,22 @@ def build(
                 if job.target == target
             ]
             folder = scratch / target
-            results += _compile(
-                config, numbered, len(planned.jobs), threads, folder, logs, on_event
-            )
+            made: list[BucketResult] = []
+            if "program" in config.build.routes:
+                made = _compile(
+                    config, numbered, len(planned.jobs), threads, folder, logs, on_event
+                )
+            if "cache" in config.build.routes:
+                caches[target] = build_caches(
+                    config,
+                    numbered,
+                    len(planned.jobs),
+                    threads,
+                    scratch / f"{target}-caches",
+                    on_event,
+                )
+                made = _both(made, caches[target].results, logs)
+            results += made
         failed = [result for result in results if result.status == "failed"]
         if failed:
             return BuildResult(
@@ -99,7 +114,7 @@ def build(
                 seconds=time.perf_counter() - began,
                 exit_code=_exit_code(failed[0]),
             )
-        artifact = _pack(config, planned, scratch, out)
+        artifact = _pack(config, planned, scratch, out, caches)
     shutil.rmtree(logs, ignore_errors=True)
     kernels = sum(path.startswith("kernels/") for path in artifact.manifest.files)
     result = BuildResult(
@@ -125,11 +140,8 @@ def _refuse_early(config: configuration.Config, allow_untested_torch: bool) -> N
     refuse_unsupported(torch.__version__, allow_untested=allow_untested_torch)
     if config.compile.options:
         configuration.check_options(config, inductor_options())
-    if "cache" in config.build.routes:
-        raise ConfigError(
-            'routes = ["cache"]: this version builds the program route only',
-            hint='Set routes = ["program"].',
-        )
+    if "program" not in config.build.routes:
+        return
     tuned = [name for name in ("max_autotune",) if config.compile.options.get(name)]
     if config.compile.mode.startswith("max-autotune"):
         tuned.append(f'mode "{config.compile.mode}"')
@@ -399,8 +411,35 @@ def _exit_code(result: BucketResult) -> int:
     return int(kind.exit_code)
 
 
+def _both(
+    programs: list[BucketResult], caches: tuple[BucketResult, ...], logs: Path
+) -> list[BucketResult]:
+    """One result per bucket from those of the two routes; a failure wins."""
+    kept = [
+        dataclasses.replace(one, log=str(_kept(Path(one.log), logs)) if one.log else "")
+        if one.status == "failed"
+        else dataclasses.replace(one, log="")
+        for one in caches
+    ]
+    if not programs:
+        return kept
+    return [
+        dataclasses.replace(
+            program
+            if program.status == "failed" or cache.status != "failed"
+            else cache,
+            seconds=program.seconds + cache.seconds,
+        )
+        for program, cache in zip(programs, kept, strict=True)
+    ]
+
+
 def _pack(
-    config: configuration.Config, planned: plan.Plan, scratch: Path, out: Path
+    config: configuration.Config,
+    planned: plan.Plan,
+    scratch: Path,
+    out: Path,
+    caches: Mapping[str, Harvest],
 ) -> Artifact:
     """Put everything the workers left into one artifact."""
     from compilekit.compiler import factors
@@ -415,6 +454,9 @@ def _pack(
     model: Model | None = None
     for target in dict.fromkeys(job.target for job in planned.jobs):
         folder = scratch / target
+        if target in caches:
+            files.update(caches[target].files)
+            model = model or factors.model(config, caches[target].model)
         for kind in ("kernels", "sources", "constants"):
             for path in sorted((folder / kind).glob("[!.]*")):
                 files[f"{kind}/{path.name}"] = path.read_bytes()
@@ -423,6 +465,11 @@ def _pack(
             jobs = [
                 j for j in planned.jobs if (j.target, j.entry) == (target, entry.name)
             ]
+            if "program" not in config.build.routes:
+                axes = tuple(jobs[0].bucket.axes) if jobs else ()
+                buckets = tuple(job.bucket for job in jobs)
+                entries[entry.name] = ManifestEntry(axes, buckets)
+                continue
             parts = []
             for job in jobs:
                 source = folder / "buckets" / entry.name / job.bucket.name
@@ -449,9 +496,10 @@ def _pack(
         for path in sorted((folder / "logs").glob("*.log")):
             if path.stat().st_size:
                 reports[f"reports/{target}/{path.name}"] = path.read_bytes()
-        model = model or factors.model(
-            config, json.loads((folder / "model.json").read_bytes())
-        )
+        if "program" in config.build.routes:
+            model = factors.model(
+                config, json.loads((folder / "model.json").read_bytes())
+            )
     if model is None:
         raise ConfigError("there is nothing to build: no target or no bucket")
     parts_of_manifest = Manifest(
@@ -459,7 +507,7 @@ def _pack(
         targets=described,
         entries=entries,
         factors=factors.common_factors(config),
-        routes=("program",),
+        routes=tuple(r for r in configuration.ROUTES if r in config.build.routes),
         serve=Serve(config.serve.on_uncovered, config.serve.over_length),
     )
     return write_artifact(out, parts_of_manifest, files, reports)

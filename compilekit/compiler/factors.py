@@ -72,12 +72,16 @@ def kernel_factors(kernels: Path) -> dict[str, Any]:
     }
 
 
-def model(config: Config, described: Mapping[str, Any]) -> Model:
+def model(config: Config, described: Mapping[str, Any] | None) -> Model:
     """The manifest's description of the model.
 
     Args:
-        described: ``class``, ``dtype`` and ``config`` as the worker saw them.
+        described: ``class``, ``dtype`` and ``config`` as the worker saw them; None if
+            every entry is a warm-up, which brings its models along.
     """
+    if described is None:
+        warm = next(entry.warmup for entry in config.entries.values() if entry.warmup)
+        return Model(source=config.model.source or warm, class_name="", dtype="")
     return Model(
         source=_portable_source(config.model.source),
         class_name=described["class"],

@@ -48,6 +48,7 @@ __all__ = [
     "entry_callable",
     "example_kwargs",
     "fake_mode_of",
+    "import_function",
     "model_directory",
     "torch_dtype",
     "vocabulary_size",
@@ -281,7 +282,7 @@ def _model_dtype(config: Config) -> torch.dtype | None:
 
 
 def _call_factory(config: Config, device: torch.device) -> nn.Module:
-    factory = _import_function(config, config.model.source, "[model] source")
+    factory = import_function(config, config.model.source, "[model] source")
     dtype = _model_dtype(config)
     try:
         with _default_dtype(dtype), device:
@@ -306,7 +307,12 @@ def _call_factory(config: Config, device: torch.device) -> nn.Module:
     return model
 
 
-def _import_function(config: Config, source: str, where: str) -> Callable[..., Any]:
+def import_function(config: Config, source: str, where: str) -> Callable[..., Any]:
+    """The function that ``package.module:function`` in a configuration names.
+
+    Raises:
+        ConfigError: there is none, or its module can't be imported.
+    """
     module_name, _, name = source.partition(":")
     if not module_name or not name:
         raise ConfigError(
@@ -521,7 +527,7 @@ def _call_example(
     config: Config, entry: EntryConfig, bucket: Bucket, seed: int
 ) -> dict[str, Any]:
     where = f"[entries.{entry.name}] example"
-    function = _import_function(config, entry.example, where)
+    function = import_function(config, entry.example, where)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

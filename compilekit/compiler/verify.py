@@ -17,7 +17,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compilekit.artifact import (
     Artifact,
@@ -33,6 +33,8 @@ from compilekit.results import BucketVerified, VerifyResult
 from compilekit.runtime.check import check, choose_target, describe_machine, refuse
 
 CONFIG_REPORT = "reports/compilekit.toml"
+# Route → the process that replays a bucket of it.
+_REPLAYS = {"program": "replay", "cache": "cache_replay"}
 
 
 def verify(
@@ -66,15 +68,16 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="compilekit-verify-") as folder:
         base: dict[str, Any] = {
             "artifact": str(artifact.root),
+            "work_dir": str(Path(folder) / "work"),
             **_configuration(artifact, config, weights, Path(folder)),
         }
-        jobs_of_all = [
-            (kind, target, name, bucket)
-            for kind, target in chosen.items()
+        work = [
+            _Work(target, _REPLAYS[route], name, bucket)
+            for target in chosen.values()
+            for route in artifact.manifest.routes
             for name, entry in artifact.manifest.entries.items()
             for bucket in entry.buckets
         ]
-        count = len(jobs_of_all)
         for kind, target in chosen.items():
             # On a GPU the number of CPU threads changes nothing, and two models at once
             # might not fit.
@@ -84,13 +87,11 @@ def verify(
             spec = {**base, "threads": counts, "device": kind}
 
             def replay(
-                item: tuple[int, tuple[str, str, str, Bucket]],
-                spec: dict[str, Any] = spec,
+                item: tuple[int, _Work], spec: dict[str, Any] = spec
             ) -> list[BucketVerified]:
-                index, (_, target, entry, bucket) = item
-                return _replay(spec, target, entry, bucket, index, count, on_event)
+                return _replay(spec, *item, len(work), on_event)
 
-            mine = [item for item in enumerate(jobs_of_all, 1) if item[1][1] == target]
+            mine = [item for item in enumerate(work, 1) if item[1].target == target]
             with ThreadPoolExecutor(max_workers=at_once) as pool:
                 rows[target] = [row for done in pool.map(replay, mine) for row in done]
     result = tuple(row for mine in rows.values() for row in mine)
@@ -104,6 +105,15 @@ def verify(
         },
     )
     return VerifyResult(result, record, artifact.digest, time.perf_counter() - began)
+
+
+class _Work(NamedTuple):
+    """One bucket to replay, and the module that does it."""
+
+    target: str
+    module: str
+    entry: str
+    bucket: Bucket
 
 
 def _chosen_targets(artifact: Artifact) -> dict[str, str]:
@@ -146,14 +156,13 @@ def _configuration(
 
 def _replay(
     spec: dict[str, Any],
-    target: str,
-    entry: str,
-    bucket: Bucket,
     index: int,
+    work: _Work,
     count: int,
     on_event: OnVerifyEvent,
 ) -> list[BucketVerified]:
     began = time.perf_counter()
+    target, module, entry, bucket = work
     about: dict[str, Any] = {
         "target": target,
         "entry": entry,
@@ -164,7 +173,7 @@ def _replay(
     on_event(VerifyEvent("started", **about))
     job = {**spec, "entry": entry, "bucket": bucket.name, "axes": dict(bucket.axes)}
     done = subprocess.run(
-        [sys.executable, "-m", "compilekit.compiler.replay"],
+        [sys.executable, "-m", f"compilekit.compiler.{module}"],
         input=json.dumps(job).encode(),
         capture_output=True,
         check=False,

@@ -143,7 +143,7 @@ def _compile_all(
             if model is None:
                 emit(replace(about, stage="model"))
                 model = build_fake(config, fake_device(target))
-                _describe_model(model, scratch / "model.json")
+                describe_model(model, scratch / "model.json")
                 seconds = time.perf_counter() - began
                 emit(replace(about, kind="stage", stage="model", seconds=seconds))
 
@@ -180,7 +180,7 @@ def _compile_all(
     pool.shutdown()
 
 
-def _describe_model(model: Any, path: Path) -> None:
+def describe_model(model: Any, path: Path) -> None:
     """Class, parameter dtype and configuration values, for the manifest."""
     from compilekit.runtime.result import class_name
 

@@ -94,7 +94,7 @@ def attach(
     clock = _Clock()
     try:
         if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
-            _carry_exit_codes()
+            carry_exit_codes()
         required = requirements(require)
         load = lazy_program if _is_lazy(loading) else load_program
         opened = open_required(artifact)
@@ -298,10 +298,10 @@ def check_requirements(
     Raises:
         PolicyError: a requirement isn't met.
     """
-    if "cache" in required:
+    if "cache" in required and "cache" not in artifact.manifest.routes:
         raise PolicyError(
             "require = cache, and the artifact carries no caches",
-            hint="attach uses programs; require program instead.",
+            hint='Build it with routes = ["cache"], or require program instead.',
         )
     if "verified" in required:
         from compilekit.artifact import why_unverified
@@ -396,7 +396,7 @@ def _refusal(
     return refuse_call
 
 
-def _carry_exit_codes() -> None:
+def carry_exit_codes() -> None:
     """Let a process that ``compilekit load`` started end with an error's exit code.
 
     Python ends with 1 after any exception that nobody catches; SystemExit from the hook

@@ -1,0 +1,83 @@
+"""Cache keys with everything that went into them, for FX graphs and AOTAutograd.
+
+torch looks a graph up by one hash, and a miss says nothing. Here each key comes with
+its components, so that two can be compared; and what torch leaves out of the hash
+although the compiled code depends on it (the CPU's vector instructions, the schemas and
+fake implementations of custom operators) is put in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
+from torch._inductor import codecache
+
+from compilekit._torch.caches.kernels import capability
+from compilekit._torch.caches.operators import custom_operators
+
+_LINE = re.compile(r"\[([0-9a-z]+)\] (.*?): (.*)", re.DOTALL)
+
+
+class Component(NamedTuple):
+    """One part of a key: the hash that counts, and a text for people."""
+
+    hash: str
+    text: str
+
+
+class Key(NamedTuple):
+    """A cache key and its components.
+
+    Attributes:
+        kind: ``FX graph`` or ``AOTAutograd``.
+        key: What torch looks up; also the name of the entry's folder.
+    """
+
+    kind: str
+    key: str
+    components: dict[str, Component]
+
+
+def watch(wanted: Callable[[str, str], bool], on_key: Callable[[Key], None]) -> None:
+    """From now on, pass every cache key that is `wanted` to `on_key`.
+
+    Args:
+        wanted: Called with kind and key; components are worked out only if it's true.
+    Source: torch/_inductor/codecache.py, FxGraphCachePickler.get_hash, called with the
+    details of a graph by compiled_fx_graph_hash; torch/_functorch/_aot_autograd/
+    autograd_cache.py, autograd_cache_key (2.11, 2.13).
+    """
+    original = codecache.FxGraphCachePickler.get_hash
+
+    def get_hash(self: Any, value: Any) -> str:
+        if not isinstance(value, codecache.FxGraphHashDetails):
+            return original(self, value)
+        value.cpu_capability = capability()  # type: ignore[attr-defined]
+        value.custom_operators = custom_operators(value.gm)  # type: ignore[attr-defined]
+        hashed = original(self, value)
+        autograd = isinstance(value, AOTAutogradCacheDetails)
+        kind = "AOTAutograd" if autograd else "FX graph"
+        key = ("a" if autograd else "f") + hashed
+        if wanted(kind, key):
+            on_key(Key(kind, key, _components(self, value)))
+        return hashed
+
+    codecache.FxGraphCachePickler.get_hash = get_hash  # type: ignore[method-assign, assignment]
+
+
+def _components(pickler: Any, details: Any) -> dict[str, Component]:
+    """Each attribute of a key's details; lists and dicts item by item.
+
+    Source: torch/_inductor/codecache.py, FxGraphCachePickler.debug_lines (2.11, 2.13):
+    lines of the form ``[HASH] NAME: VALUE``.
+    """
+    found = {}
+    for line in pickler.debug_lines(details):
+        match = _LINE.fullmatch(line)
+        if match is not None:
+            hashed, name, text = match.groups()
+            found[name] = Component(hashed[:16], text)
+    return found

@@ -1,0 +1,302 @@
+"""The cache route of a build: run every bucket, keep all that torch's caches hold.
+
+Lifecycle, for one target::
+
+    caches     a process calls every bucket; Inductor, AOTAutograd and Triton fill
+               their caches, each C++ kernel is kept by what it was compiled from
+    harvest    the caches' files are taken before anything else touches them
+    packages   a second process calls every bucket again, with everything cached, and
+               records Dynamo's packages
+    describe   cache.json and its blobs
+
+Nothing is kept unless every bucket succeeded in both processes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compilekit import config as configuration
+from compilekit import plan, targets
+from compilekit.artifact import canonical
+from compilekit.artifact.cache import (
+    Cache,
+    CacheKey,
+    StoredPackage,
+    blob_path,
+    cache_path,
+    cache_to_json,
+)
+from compilekit.compiler import cache_harvest
+from compilekit.errors import ConfigError, HarvestError, NeedsDeviceError
+from compilekit.events import BuildEvent, OnBuildEvent, from_line
+from compilekit.results import BucketResult
+
+_VARIANTS = 8
+
+
+class Harvest(NamedTuple):
+    """One target's caches.
+
+    Attributes:
+        results: One per bucket.
+        files: Path below the artifact → bytes; empty if a bucket failed.
+        model: What the worker said about the model; None for warm-ups.
+    """
+
+    results: tuple[BucketResult, ...]
+    files: Mapping[str, bytes]
+    model: Mapping[str, Any] | None
+
+
+def refuse_foreign(target: targets.Target) -> str:
+    """The device to run a target's buckets on; they run while they're compiled.
+
+    Raises:
+        NeedsDeviceError: it isn't here.
+        ConfigError: a CPU level that isn't this machine's.
+    """
+    if target.kind == "cuda":
+        import torch
+
+        wanted = (target.device["major"], target.device["minor"])
+        if torch.cuda.is_available() and torch.cuda.get_device_capability() == wanted:
+            return "cuda"
+        raise NeedsDeviceError(
+            f'target {target.name}: routes = ["cache"] keeps what torch.compile writes'
+            " while the model runs, and no such GPU is here",
+            hint='Build there, or use routes = ["program"].',
+        )
+    native = targets.native_target().name
+    if target.name != native:
+        raise ConfigError(
+            f'target {target.name}: routes = ["cache"] keeps what torch compiles for'
+            f" the machine it runs on, which is {native}",
+            hint='Set targets = ["native"], or use routes = ["program"].',
+        )
+    return "cpu"
+
+
+def build_caches(
+    config: configuration.Config,
+    jobs: list[tuple[int, plan.Job]],
+    count: int,
+    threads: int,
+    scratch: Path,
+    on_event: OnBuildEvent,
+) -> Harvest:
+    """Compile one target's buckets and take what the caches hold."""
+    target = targets.load_target(jobs[0][1].target)
+    device = refuse_foreign(target)
+    scratch.mkdir(parents=True, exist_ok=True)
+    (scratch / "tmp").mkdir(exist_ok=True)
+    spec = {
+        "config": str(config.path),
+        "target": target.name,
+        "device": device,
+        "jobs": [(i, j.entry, j.bucket.name, dict(j.bucket.axes)) for i, j in jobs],
+        "count": count,
+        "folder": str(scratch),
+        "recompile_limit": max(_VARIANTS, 2 * len(jobs)),
+    }
+    results = _run({**spec, "phase": "caches"}, jobs, scratch, threads, on_event)
+    if any(result.status == "failed" for result in results):
+        return Harvest(results, {}, None)
+    files = cache_harvest.inductor_files(scratch / "inductor")
+    triton, relocated = cache_harvest.triton_files(scratch / "triton")
+    again = _run(
+        {**spec, "phase": "packages"},
+        jobs,
+        scratch,
+        threads,
+        lambda event: (
+            on_event(dataclasses.replace(event, kind="stage", stage="package"))
+            if event.kind in ("finished", "failed")
+            else None
+        ),
+    )
+    if any(result.status == "failed" for result in again):
+        return Harvest(again, {}, None)
+    model = scratch / "model.json"
+    return Harvest(
+        results,
+        _described(spec, scratch, {**files, **triton}, relocated),
+        json.loads(model.read_bytes()) if model.exists() else None,
+    )
+
+
+def _described(
+    spec: Mapping[str, Any],
+    scratch: Path,
+    files: Mapping[str, bytes],
+    relocated: tuple[str, ...],
+) -> dict[str, bytes]:
+    """Files of the artifact: cache.json, its blobs, the C++ kernels."""
+    target = spec["target"]
+    made: dict[str, bytes] = {}
+
+    def blob(data: bytes) -> str:
+        digest = canonical.sha256(data)
+        made[blob_path(target, digest)] = data
+        return digest
+
+    kernels = {}
+    for path in sorted((scratch / "kernels").glob("*.so")):
+        data = path.read_bytes()
+        kernels[path.stem] = canonical.sha256(data)
+        made[f"kernels/{kernels[path.stem]}.so"] = data
+    keys = json.loads((scratch / "keys.json").read_bytes())
+    keys += cache_harvest.triton_keys(dict(files), keys[0]["bucket"] if keys else "")
+    if not keys:
+        raise HarvestError(
+            "nothing was compiled: no bucket looked up a graph in torch's caches",
+            hint="Does the warm-up call the function that torch.compile returned?",
+        )
+    packages = pickle.loads((scratch / "packages.pickle").read_bytes())
+    cache = Cache(
+        target=target,
+        files={name: blob(data) for name, data in sorted(files.items())},
+        relocated=relocated,
+        kernels=kernels,
+        keys=tuple(
+            CacheKey(
+                key["kind"],
+                key["key"],
+                key["bucket"],
+                blob(canonical.encode(key["components"])),
+            )
+            for key in sorted(keys, key=lambda key: (key["kind"], key["key"]))
+        ),
+        packages=tuple(
+            StoredPackage(
+                one["function"],
+                blob(one["content"]),
+                blob(canonical.encode(_facts(one))),
+            )
+            for one in packages
+        ),
+        traced=json.loads((scratch / "traced.json").read_bytes()),
+        factors=json.loads((scratch / "factors.json").read_bytes()),
+        recompile_limit=spec["recompile_limit"],
+    )
+    made[cache_path(target)] = canonical.encode(cache_to_json(cache))
+    return made
+
+
+def _facts(package: Mapping[str, Any]) -> dict[str, Any]:
+    """A package's own part as JSON values."""
+    return {
+        "schema": 1,
+        "function": package["function"],
+        "settings": package["settings"],
+        "sources": package["sources"],
+        "codes": package["codes"],
+        "operators": package["operators"],
+        "extra_guards": {
+            digest: [list(pair) for pair in pairs]
+            for digest, pairs in package["extra_guards"].items()
+        },
+        "globals": {
+            module: {n: base64.b64encode(data).decode() for n, data in values.items()}
+            for module, values in package["globals"].items()
+        },
+    }
+
+
+def _run(
+    spec: Mapping[str, Any],
+    jobs: list[tuple[int, plan.Job]],
+    scratch: Path,
+    threads: int,
+    on_event: Callable[[BuildEvent], None],
+) -> tuple[BucketResult, ...]:
+    """One worker process from start to end; its results in the order of the jobs."""
+    found: dict[int, BucketResult] = {}
+    log = scratch / f"{spec['phase']}.log"
+    with log.open("ab") as stream:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "compilekit.compiler.cache_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            env=_environment(scratch, threads),
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        try:
+            if worker.stdin is None or worker.stdout is None:
+                raise HarvestError("the worker process has no pipes")
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(json.dumps(spec))
+                worker.stdin.close()
+            for line in worker.stdout:
+                event = from_line(line)
+                if not isinstance(event, BuildEvent):
+                    continue
+                if event.kind in ("finished", "failed"):
+                    event = dataclasses.replace(event, log=str(log))
+                    found[event.index] = _result(event)
+                on_event(event)
+            code = worker.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+    for index, job in jobs:
+        if index not in found or (code != 0 and found[index].status != "failed"):
+            lines = log.read_text(errors="replace").strip().splitlines() or [""]
+            found[index] = BucketResult(
+                job.target,
+                job.entry,
+                job.bucket.name,
+                "failed",
+                error=f"the worker ended with code {code}: {lines[-1]}",
+                error_type="WorkerCrashedError",
+                log=str(log),
+            )
+    return tuple(found[index] for index, _ in jobs)
+
+
+def _result(event: BuildEvent) -> BucketResult:
+    return BucketResult(
+        target=event.target,
+        entry=event.entry,
+        bucket=event.bucket,
+        status="failed" if event.kind == "failed" else "built",
+        kernels=event.kernels,
+        seconds=event.seconds,
+        error=event.message if event.kind == "failed" else "",
+        error_type=event.error_type,
+        log=event.log,
+    )
+
+
+def _environment(scratch: Path, threads: int) -> dict[str, str]:
+    """The worker's environment: caches in the scratch folder, and nothing inherited
+    that would switch one off or send it elsewhere."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHINDUCTOR_CACHE", "TRITON_CACHE", "COMPILEKIT_"))
+    }
+    return {
+        **kept,
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+        "TMPDIR": str(scratch / "tmp"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONHASHSEED": "0",
+    }

@@ -1,0 +1,104 @@
+"""The process that replays one bucket of the cache route, and compares with eager.
+
+Reads one JSON document from standard input, prints one JSON line. Under ``require =
+cache`` with an empty PATH, any frame that is traced, key that misses, kernel that is
+built or compiler that is started is an error; so is a result that isn't eager's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from compilekit.plan import Bucket
+
+
+def main() -> int:
+    """Replay the bucket named on standard input."""
+    spec = json.load(sys.stdin)
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # Whatever the model prints must not mix with the results.
+    os.dup2(2, 1)
+    print(json.dumps(_replay(spec)), file=results, flush=True)
+    return 0
+
+
+def _replay(spec: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    from compilekit import config as configuration
+    from compilekit.artifact import open_artifact
+    from compilekit.compiler.compare import compare, tolerance
+    from compilekit.errors import PolicyError
+    from compilekit.runtime.restore import read_cache, restore
+
+    config = configuration.load(Path(spec["config"]))
+    config = dataclasses.replace(config, path=Path(spec["base"]) / "compilekit.toml")
+    artifact = open_artifact(spec["artifact"])
+    _, cache = read_cache(artifact)
+    threads = int(cache.factors["cache.threads"])
+    torch.set_num_threads(threads)
+    # An environment of the caller's would be one of the things that differ.
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    os.environ["PATH"] = ""
+    receipt = restore(artifact, work_dir=spec["work_dir"], require="cache")
+    run = _calls(config, spec)
+    message, error = "", float("inf")
+    atol, rtol = tolerance(torch.float32, config.verify.atol, config.verify.rtol)
+    try:
+        found = run()
+        receipt.finish()
+    except PolicyError as exc:
+        message = exc.message
+    if not message:
+        torch.compiler.set_stance("force_eager")
+        difference = compare(found, run(), atol, rtol)
+        message, error = difference.message, difference.max_abs_error
+    return {
+        "threads": threads,
+        "max_abs_error": str(error),
+        "atol": atol,
+        "rtol": rtol,
+        "compiles": receipt.compiles,
+        "spawned": sum(miss.kind == "process" for miss in receipt.misses),
+        "passed": not message,
+        "message": message,
+    }
+
+
+def _calls(config: Any, spec: dict[str, Any]) -> Any:
+    """A function that makes the bucket's call, with the same numbers each time."""
+    import torch
+
+    from compilekit.compiler import models
+    from compilekit.compiler.cache_worker import compile_entry, grad_mode
+
+    entry = config.entries[spec["entry"]]
+    bucket = Bucket(spec["bucket"], spec["axes"])
+    if entry.warmup:
+        where = f"[entries.{entry.name}] warmup"
+        function = models.import_function(config, entry.warmup, where)
+
+        def warm() -> Any:
+            torch.manual_seed(0)
+            return function(dict(bucket.axes))
+
+        return warm
+    model = models.build_real(config, weights=spec["weights"], seed=0)
+    compiled = compile_entry(config, model, entry)
+
+    def call() -> Any:
+        torch.manual_seed(0)
+        kwargs = models.example_kwargs(config, entry, bucket, seed=0)
+        with grad_mode(entry):
+            return compiled(**kwargs)
+
+    return call
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""The process that runs every bucket with torch.compile, so that its caches fill.
+
+It reads one JSON document from standard input, writes events as JSON lines to what was
+standard output, and leaves its results in a scratch folder. It runs twice:
+
+    caches     torch's own caches in inductor/ and triton/, kernels/<key>.so, keys.json
+    packages   again with Dynamo's package recorder: packages.pickle, operators, traced
+
+A graph that torch refuses to cache fails its bucket, with torch's reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compilekit import config as configuration
+from compilekit.errors import CompilekitError, HarvestError
+from compilekit.events import BuildEvent, to_line
+from compilekit.plan import Bucket
+
+
+@dataclass
+class Seen:
+    """What the bucket at hand met so far."""
+
+    bucket: str = ""
+    bypasses: list[str] | None = None
+    keys: list[dict[str, Any]] | None = None
+
+
+def main() -> int:
+    """Run the jobs named on standard input; 0 even if some of them failed."""
+    spec = json.load(sys.stdin)
+    events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    folder = Path(spec["folder"])
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    log = os.open(folder / f"{spec['phase']}.log", flags, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    run(spec, folder, lambda event: print(to_line(event), file=events, flush=True))
+    return 0
+
+
+def run(
+    spec: Mapping[str, Any], folder: Path, emit: Callable[[BuildEvent], None]
+) -> None:
+    """Call every bucket in this process, watching; write down what was seen."""
+    import torch
+
+    from compilekit._torch.caches import events, kernels, keys, package_record
+
+    config = configuration.load(Path(spec["config"]))
+    if config.compile.threads:
+        torch.set_num_threads(config.compile.threads)
+    seen = Seen(bypasses=[], keys=[])
+    recorder = package_record.record() if spec["phase"] == "packages" else None
+    events.settings(spec["recompile_limit"])
+    kernels.record(folder / "kernels")
+    known: set[str] = set()
+
+    def unseen(kind: str, key: str) -> bool:
+        new = recorder is None and key not in known
+        known.add(key)
+        return new
+
+    keys.watch(unseen, lambda key: _note_key(seen, key))
+
+    def on_frame(code: Any, frame_locals: Any) -> None:
+        if recorder is not None:
+            recorder.note_frame(code)
+
+    def on_event(kind: str, detail: str) -> None:
+        if kind == "bypass" and seen.bypasses is not None and recorder is None:
+            seen.bypasses.append(detail)
+
+    events.watch(on_frame, on_event)
+    call = _caller(config, spec["device"])
+    for index, entry, name, axes in spec["jobs"]:
+        began = time.perf_counter()
+        seen.bucket, seen.bypasses = f"{entry}/{name}", []
+        about = BuildEvent(
+            "started", spec["target"], entry, name, index=index, count=spec["count"]
+        )
+        emit(about)
+        try:
+            call(entry, Bucket(name, axes), folder)
+            if seen.bypasses:
+                raise HarvestError(
+                    f"torch refuses to cache a graph: {seen.bypasses[0]}",
+                    hint="A start would compile it anew. Keep that out of the compiled"
+                    " code, e.g. behind torch.compiler.disable.",
+                )
+        except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
+            emit(_failed(about, exc, began))
+            continue
+        kernels_there = sum(1 for _ in (folder / "kernels").glob("*.so"))
+        emit(
+            replace(
+                about,
+                kind="finished",
+                kernels=kernels_there,
+                seconds=time.perf_counter() - began,
+            )
+        )
+    if recorder is None:
+        (folder / "keys.json").write_text(json.dumps(seen.keys), encoding="utf-8")
+        (folder / "factors.json").write_text(json.dumps(_factors()), encoding="utf-8")
+    else:
+        made = recorder.packages()
+        plain = pickle.dumps([package._asdict() for package in made])
+        (folder / "packages.pickle").write_bytes(plain)
+        traced = json.dumps(recorder.traced(made))
+        (folder / "traced.json").write_text(traced, encoding="utf-8")
+
+
+def _note_key(seen: Seen, key: Any) -> None:
+    if seen.keys is not None:
+        seen.keys.append(
+            {
+                "kind": key.kind,
+                "key": key.key,
+                "bucket": seen.bucket,
+                "components": {n: [c.hash, c.text] for n, c in key.components.items()},
+            }
+        )
+
+
+def _factors() -> dict[str, Any]:
+    """What the caches depend on, in the words of the factor table."""
+    from compilekit._torch.caches import factors
+
+    return factors.here()
+
+
+def _caller(
+    config: configuration.Config, device: str
+) -> Callable[[str, Bucket, Path], Any]:
+    """A function that runs one bucket the way a server would."""
+
+    from compilekit.compiler import models
+
+    compiled: dict[str, Callable[..., Any]] = {}
+    model: list[Any] = []
+
+    def call(name: str, bucket: Bucket, folder: Path) -> Any:
+        entry = config.entries[name]
+        if entry.warmup:
+            where = f"[entries.{name}] warmup"
+            return models.import_function(config, entry.warmup, where)(
+                dict(bucket.axes)
+            )
+        if not model:
+            model.append(models.build_real(config).to(device))
+            describe_model(model[0], folder / "model.json")
+        if name not in compiled:
+            compiled[name] = compile_entry(config, model[0], entry)
+        kwargs = models.example_kwargs(config, entry, bucket)
+        with grad_mode(entry):
+            return compiled[name](**_moved(kwargs, device))
+
+    return call
+
+
+def grad_mode(
+    entry: configuration.EntryConfig,
+) -> contextlib.AbstractContextManager[Any]:
+    """The mode that an entry's method is compiled and served in."""
+    import torch
+
+    return torch.inference_mode() if entry.grad == "inference" else torch.no_grad()
+
+
+def compile_entry(
+    config: configuration.Config, model: Any, entry: configuration.EntryConfig
+) -> Callable[..., Any]:
+    """``torch.compile`` as the configuration says, and as the documentation shows."""
+    import torch
+
+    from compilekit._torch.peers import inductor_options
+    from compilekit.compiler.models import entry_callable
+
+    options = inductor_options(config.compile.mode, config.compile.options)
+    function: Callable[..., Any] = torch.compile(
+        entry_callable(model, entry),
+        dynamic=False,
+        fullgraph=config.compile.fullgraph,
+        options=options or None,
+    )
+    return function
+
+
+def _moved(value: Any, device: str) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, device) for item in value)
+    return value
+
+
+def describe_model(model: Any, path: Path) -> None:
+    """Class, parameter dtype and configuration values, for the manifest."""
+    from compilekit.compiler.worker import describe_model as describe
+
+    describe(model, path)
+
+
+def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
+    """Report a failed bucket; the traceback stays in the log."""
+    traceback.print_exception(exc)
+    sys.stderr.flush()
+    message = str(exc)
+    if not isinstance(exc, CompilekitError):
+        message = f"{type(exc).__name__}: {message}"
+    return replace(
+        about,
+        kind="failed",
+        seconds=time.perf_counter() - began,
+        message=message,
+        error_type=type(exc).__name__,
+        exit_code=exc.exit_code if isinstance(exc, CompilekitError) else 3,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
