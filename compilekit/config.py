@@ -200,7 +200,7 @@ ROUTES = ("program", "cache")
 GRAD_MODES = ("off", "inference")
 MATH_ATTENTION = ("ignore", "warn", "error")
 ON_UNCOVERED = ("error", "eager", "jit")
-OVER_LENGTH = ("error", "eager", "chunk")
+OVER_LENGTH = ("error", "eager")
 
 # torch dtype name → smallest and largest finite value. Kept here so that reading a
 # configuration doesn't import torch; tests/test_config.py compares it with torch.
