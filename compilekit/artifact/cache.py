@@ -1,4 +1,4 @@
-"""``caches/<target>/cache.json``: what the cache route restores, as frozen dataclasses.
+"""``caches/<target>/cache.json``: what the cache route restores, as named tuples.
 
 Contents lie beside it, each once and named by its digest (``blobs/``); compiled C++
 kernels share ``kernels/`` with the program route. ``docs/format.md`` describes it.
@@ -8,9 +8,9 @@ Standard library only.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from compilekit.artifact import canonical, schema
 from compilekit.artifact.manifest import refuse
@@ -22,8 +22,7 @@ SCHEMA = 1
 PLACE = "[compilekit:cache]"
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheKey:
+class CacheKey(NamedTuple):
     """One key that a bucket looked up while it was compiled.
 
     Attributes:
@@ -39,8 +38,7 @@ class CacheKey:
     components: str
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredPackage:
+class StoredPackage(NamedTuple):
     """The Dynamo package of one function.
 
     Attributes:
@@ -54,8 +52,7 @@ class StoredPackage:
     facts: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """``cache.json``.
 
     Attributes:
@@ -80,7 +77,7 @@ class Cache:
     traced: Mapping[str, str]
     factors: Mapping[str, Any]
     recompile_limit: int
-    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    layout: Mapping[str, Any] = MappingProxyType({})
     schema: int = SCHEMA
 
 
@@ -96,7 +93,12 @@ def blob_path(target: str, digest: str) -> str:
 
 def cache_to_json(cache: Cache) -> dict[str, Any]:
     """Plain JSON values."""
-    return dataclasses.asdict(cache)
+    return {
+        **cache._asdict(),
+        "keys": [key._asdict() for key in cache.keys],
+        "packages": [package._asdict() for package in cache.packages],
+        "layout": dict(cache.layout),
+    }
 
 
 def cache_from_json(data: bytes, target: str, files: Mapping[str, Any]) -> Cache:
