@@ -1,4 +1,4 @@
-"""``caches/<target>/cache.json``: what the cache route restores, as frozen dataclasses.
+"""``caches/<target>/cache.json``: what the cache route restores, as named tuples.
 
 Contents lie beside it, each once and named by its digest (``blobs/``); compiled C++
 kernels share ``kernels/`` with the program route. ``docs/format.md`` describes it.

@@ -120,7 +120,10 @@ def describe(value: Any, depth: int = 3) -> str:
     return f"instance of {_name(type(value))}"
 
 
+@functools.lru_cache(maxsize=8192)
 def _describe_function(function: types.FunctionType, depth: int) -> str:
+    # Kept per function: each layer of a model holds the same few, and their closures
+    # hold each other.
     text = f"function {_name(function)} {function_digest(function)[:16]}"
     if not function.__closure__ or not depth:
         return text
