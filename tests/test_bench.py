@@ -148,7 +148,7 @@ def test_the_order_of_rows_comes_from_the_seed() -> None:
 def test_the_cache_rows_share_one_preparation() -> None:
     """The three cache rows come out of one compile; a given artifact needs none."""
     made = startup._preparations(tuple(startup.ROWS), None)
-    assert list(made) == ["caches", "packages", "artifact"]
+    assert list(made) == ["caches", "functions", "packages", "artifact"]
     given = startup._preparations(("eager", "compilekit"), Path("artifact"))
     assert given == {}
 
