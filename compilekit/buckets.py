@@ -5,7 +5,6 @@ Standard library only; the runtime asks at every call.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -23,7 +22,6 @@ class Rule(Shaped, Protocol):
     def pad(self) -> bool | int | float | None: ...
 
 
-@dataclasses.dataclass(frozen=True)
 class BucketTable:
     """The buckets of one entry, ready for fast choice; made by `bucket_table`.
 
@@ -35,13 +33,18 @@ class BucketTable:
         exact: Axis → the input that can't be padded along it.
     """
 
-    axes: tuple[str, ...]
-    buckets: tuple[Bucket, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    exact: Mapping[str, str]
-    _memo: dict[tuple[int, ...], Bucket | None] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
-    )
+    def __init__(
+        self,
+        axes: tuple[str, ...],
+        buckets: tuple[Bucket, ...],
+        sizes: tuple[tuple[int, ...], ...],
+        exact: Mapping[str, str],
+    ) -> None:
+        self.axes = axes
+        self.buckets = buckets
+        self.sizes = sizes
+        self.exact = exact
+        self._memo: dict[tuple[int, ...], Bucket | None] = {}
 
     def choose(self, values: tuple[int, ...]) -> Bucket | None:
         """The bucket with the least padding that holds `values`, or None.
@@ -134,6 +137,7 @@ def no_bucket_error(
     wanted = dict(zip(table.axes, values, strict=True))
     largest = table.buckets[-1]
     reasons = []
+    too_long = False
     for axis, value in wanted.items():
         sizes = sorted({bucket.axes[axis] for bucket in table.buckets})
         listing = ", ".join(map(str, sizes))
@@ -145,6 +149,7 @@ def no_bucket_error(
                 )
         elif value > sizes[-1]:
             reasons.append(f"{axis} goes up to {sizes[-1]}")
+            too_long = True
     if not reasons:
         reasons.append("each size has a bucket, but no bucket has all of them")
     asked = ", ".join(f"{axis} = {value}" for axis, value in wanted.items())
@@ -156,5 +161,6 @@ def no_bucket_error(
         entry=entry,
         wanted=wanted,
         largest=largest.name,
+        too_long=too_long,
         buckets=[bucket.name for bucket in table.buckets],
     )

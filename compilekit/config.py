@@ -189,7 +189,7 @@ MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 ROUTES = ("program", "cache")
 MATH_ATTENTION = ("ignore", "warn", "error")
 ON_UNCOVERED = ("error", "eager", "jit")
-OVER_LENGTH = ("error", "eager", "chunk")
+OVER_LENGTH = ("error", "eager")
 
 # torch dtype name → smallest and largest finite value. Kept here so that reading a
 # configuration doesn't import torch; tests/test_config.py compares it with torch.

@@ -28,8 +28,7 @@ A message reads: what failed, what was expected, what was found, the next step.
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class CompilekitError(Exception):
@@ -121,8 +120,7 @@ class UnsafePathError(ArtifactError):
     """A listed path leaves the artifact, or isn't a plain file."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Mismatch:
+class Mismatch(NamedTuple):
     """One factor on which artifact and machine (or model) differ.
 
     Attributes:
@@ -162,7 +160,7 @@ class MismatchError(CompilekitError):
         super().__init__(
             f"{what}: {count} {noun}\n{lines}",
             hint=hint,
-            mismatches=[dataclasses.asdict(mismatch) for mismatch in mismatches],
+            mismatches=[mismatch._asdict() for mismatch in mismatches],
         )
 
 

@@ -1,7 +1,8 @@
 """The text that ``compilekit init`` writes: a commented configuration for a model.
 
-Standard library only. Of a Hugging Face model just ``config.json`` is read; what its
-forward takes and returns follows from the architecture's name.
+Of a Hugging Face model just ``config.json`` is read; what its forward takes and returns
+follows from the architecture's name. Where that isn't enough, transformers adds the
+defaults that the file leaves out.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _POOLED_MODELS = frozenset({
     "albert", "bert", "camembert", "dinov2", "ernie", "megatron-bert", "mobilebert",
     "mpnet", "resnet", "roberta", "vit", "xlm-roberta",
 })
+_TEXT_TO_TEXT_MODELS = frozenset({"longt5", "mt5", "switch_transformers", "t5", "umt5"})
 # Their positions start after the padding token's.
 _SHIFTED_MODELS = frozenset({"camembert", "mpnet", "roberta", "xlm-roberta"})
 # fmt: on
@@ -92,7 +94,7 @@ def render(model: str, folder: Path | None = None) -> str:
             name = os.path.relpath(directory, folder or Path())
     else:
         config = _read_json(_fetch(name))
-    sketch = _sketch(config)
+    sketch = _sketch(config) or _sketch(config := _completed(config))
     if sketch is None:
         raise ConfigError(
             f"{name}: can't tell what {_architecture(config) or 'its model'} takes:"
@@ -119,6 +121,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: expected a JSON object", path=str(path))
     return config
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration, with defaults of its class that ``config.json`` leaves out."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        return config
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        full = transformers.AutoConfig.for_model(config.get("model_type"), **values)
+    except (KeyError, TypeError, ValueError, AttributeError, ImportError):
+        return config
+    return {**full.to_dict(), **config}
 
 
 def _fetch(model: str) -> Path:
@@ -153,7 +169,8 @@ def _sketch(config: Mapping[str, Any]) -> _Sketch | None:
         return _speech_to_text(config)
     if kind in _WAVEFORM_MODELS:
         return _waveform(config)
-    if config.get("is_encoder_decoder") and not name.endswith("EncoderModel"):
+    replies = config.get("is_encoder_decoder", kind in _TEXT_TO_TEXT_MODELS)
+    if replies and not name.endswith("EncoderModel"):
         return _text_to_text(config)
     text = _positive(config, "vocab_size")
     images = _positive(config, "num_channels", "patch_size")

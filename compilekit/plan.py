@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from compilekit import targets
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from compilekit.config import Config
 
 
-@dataclasses.dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """One static shape of an entry.
 
     Attributes:
@@ -29,8 +27,7 @@ class Bucket:
     axes: Mapping[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One compile: a bucket of an entry for a target."""
 
     target: str
@@ -38,8 +35,7 @@ class Job:
     bucket: Bucket
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Every job of a build, in the order they run (largest bucket last)."""
 
     jobs: tuple[Job, ...]

@@ -125,13 +125,15 @@ class VerifyResult:
 
 
 def to_json(value: Any) -> Any:
-    """Dataclasses, paths and tuples as plain JSON values.
+    """Dataclasses, named tuples, paths and tuples as plain JSON values.
 
     Infinity and NaN become strings: JSON has no numbers for them, and a strict reader
     would refuse the whole document.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in _fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

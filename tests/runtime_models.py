@@ -92,7 +92,7 @@ class Zoo(nn.Module):
     def aliases(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Writes an argument; returns it, views of both, and a view of a result."""
         y.mul_(2)
-        total = x + y
+        total = x + y + self.table
         return x, x[:, 1:], x.t(), y, y.view(-1), total, total[0]
 
     def views(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

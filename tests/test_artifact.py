@@ -282,23 +282,18 @@ def test_unknown_schema_keyword(tmp_path: Path, monkeypatch: Any) -> None:
         ),
     ],
 )
-def test_schemas_list_the_fields_of_the_dataclasses(
+def test_schemas_list_the_fields_of_the_records(
     name: str, place: tuple[str, ...], record: type
 ) -> None:
-    """A field added to a dataclass but not to its schema fails here, by name."""
+    """A field added to a record but not to its schema fails here, by name."""
     part = load_schema(name)
     for step in place:
         part = part[step]
-    fields = {field.name: field for field in dataclasses.fields(record)}
+    fields, defaults = set(record._fields), set(record._field_defaults)
     # Graph inputs and outputs leave out what is at its default.
     short = record in (programs.GraphInput, programs.GraphOutput)
-    required = {
-        name
-        for name, field in fields.items()
-        if not short or field.default is dataclasses.MISSING
-    }
-    assert set(part["properties"]) == set(fields)
-    assert set(part["required"]) == required
+    assert set(part["properties"]) == fields
+    assert set(part["required"]) == (fields - defaults if short else fields)
 
 
 # --- Writing -----------------------------------------------------------------------
@@ -316,8 +311,7 @@ def test_order_of_packing_is_irrelevant(tmp_path: Path) -> None:
     for seed in range(5):
         order = list(files)
         random.Random(seed).shuffle(order)
-        shuffled = dataclasses.replace(
-            parts,
+        shuffled = parts._replace(
             factors=dict(reversed(parts.factors.items())),
             entries={
                 name: manifests.ManifestEntry(one.axes, one.buckets[::-1])
@@ -367,7 +361,8 @@ def test_written_artifact_reads_back(tmp_path: Path) -> None:
         for bucket in golden.BUCKETS
     }
     assert [key[2] for key in artifact.programs] == ["b1_s32", "b1_s128"]
-    assert api.open_artifact(artifact.root) == artifact
+    again = api.open_artifact(artifact.root)
+    assert (again.manifest, again.reports) == (artifact.manifest, artifact.reports)
 
 
 def test_modes_ignore_the_umask(tmp_path: Path) -> None:
@@ -606,7 +601,7 @@ def test_move_aside_is_undone(tmp_path: Path, monkeypatch: Any) -> None:
     with pytest.raises(ResourceError, match="Input/output error"):
         api.write_artifact(tmp_path / "a", golden.parts(), golden.variant(1))
     monkeypatch.undo()
-    assert api.open_artifact(tmp_path / "a") == old
+    assert api.open_artifact(tmp_path / "a").digest == old.digest
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -617,7 +612,7 @@ def test_old_artifact_moved_aside_by_a_killed_writer(tmp_path: Path) -> None:
     bad = {**golden.files(), f"kernels/{'0' * 64}.so": b""}
     with pytest.raises(ManifestError, match="states another digest"):
         api.write_artifact(tmp_path / "a", golden.parts(), bad)
-    assert api.open_artifact(tmp_path / "a") == old
+    assert api.open_artifact(tmp_path / "a").digest == old.digest
 
 
 def test_leftovers_are_removed_unless_in_use(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ import compilekit
 from compilekit import targets
 from compilekit.artifact import (
     Artifact,
+    Serve,
     TargetVerified,
     canonical,
     open_artifact,
@@ -38,7 +39,9 @@ from compilekit.artifact import (
 )
 from compilekit.errors import (
     AttachError,
+    CallRefusedError,
     ConfigError,
+    ManifestError,
     MismatchError,
     NoBucketError,
     PolicyError,
@@ -455,6 +458,46 @@ def test_a_class_of_the_output_that_is_gone(
 
 
 @slow
+@pytest.mark.parametrize(
+    ("name", "edit", "place"),
+    [
+        ("entry.json", {"tensors": []}, "tensors: expected object, found []"),
+        ("program.json", {"inputs": 1}, "inputs: expected array, found 1"),
+        ("program.json", {"kernels": {"k": 1}}, "kernels.k: expected object, found 1"),
+        ("program.json", {"result": {"kind": "pickle"}}, 'expected one of "out"'),
+    ],
+)
+def test_a_malformed_file_is_named_at_the_start(
+    zoo_artifact: Path,
+    make_zoo: MakeZoo,
+    tmp_path: Path,
+    name: str,
+    edit: dict[str, Any],
+    place: str,
+) -> None:
+    """A start doesn't hold each file to its schema, and still says what is wrong."""
+    root = tmp_path / "copy"
+    shutil.copytree(zoo_artifact, root)
+    shutil.rmtree(root / "reports")
+    path = next(root.glob(f"programs/*/forward/**/{name}"))
+    path.write_bytes(canonical.encode({**json.loads(path.read_text()), **edit}))
+    listing = json.loads((root / "manifest.json").read_text())
+    del listing["digest"]
+    data = path.read_bytes()
+    listing["files"][str(path.relative_to(root))] = {
+        "sha256": canonical.sha256(data),
+        "size": len(data),
+    }
+    (root / "manifest.json").write_bytes(canonical.seal(listing)[0])
+    model = make_zoo()
+    with pytest.raises(ManifestError) as caught:
+        compilekit.attach(model, root)
+    assert place in caught.value.message
+    assert str(path.relative_to(root)) in caught.value.message
+    assert not [n for n in vars(model) if n in ENTRIES]
+
+
+@slow
 def test_the_machine_comes_first(
     zoo_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +525,39 @@ def test_on_uncovered_error(zoo_artifact: Path, make_zoo: MakeZoo) -> None:
     assert (one.entry, one.route, one.calls) == ("forward", "error", 3)
     assert "no bucket holds s = 8, b = 5" in one.reason
     assert receipt.finish() is receipt
+    receipt.detach()
+
+
+@slow
+def test_over_length(
+    zoo_artifact: Path,
+    make_zoo: MakeZoo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call longer than the largest bucket may run eagerly where others may not."""
+    opened = open_artifact(zoo_artifact)
+    files = {path: opened.read(path) for path in opened.manifest.files}
+    serve = Serve(on_uncovered="error", over_length="eager")
+    artifact = write_artifact(
+        tmp_path / "a", opened.manifest._replace(serve=serve), files
+    )
+    model = make_zoo()
+    receipt = compilekit.attach(model, artifact, entry="forward")
+    expected = make_zoo()(ids(4, 32))["logits"]
+    torch.testing.assert_close(model(ids(4, 32))["logits"], expected)
+    with pytest.raises(CallRefusedError):
+        model(ids(4, 8), surprise=1)
+    assert [(one.route, one.calls) for one in receipt.uncovered] == [
+        ("eager", 1),
+        ("error", 1),
+    ]
+    receipt.detach()
+    # What the operator asks for has the last word.
+    monkeypatch.setenv("COMPILEKIT_ON_UNCOVERED", "error")
+    receipt = compilekit.attach(model, artifact, entry="forward")
+    with pytest.raises(NoBucketError):
+        model(ids(4, 32))
     receipt.detach()
 
 

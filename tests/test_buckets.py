@@ -216,6 +216,7 @@ def test_too_long() -> None:
         "entry": "forward",
         "wanted": {"b": 2, "s": 300},
         "largest": "b8_s256",
+        "too_long": True,
         "buckets": ["b1_s32", "b1_s256", "b8_s32", "b8_s256"],
     }
     assert pickle.loads(pickle.dumps(error)).fields == error.fields

@@ -524,7 +524,7 @@ def test_unknown_target_is_refused_before_anything_heavy(
 
 @pytest.mark.parametrize("passed", [True, False])
 def test_verify_shows_each_replay(
-    passed: bool, command: Run, monkeypatch: pytest.MonkeyPatch
+    passed: bool, command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One row per replay; exit 8 and the reason when one of them fails."""
     why = "" if passed else "last_hidden_state: NaN where eager has numbers"
@@ -545,14 +545,18 @@ def test_verify_shows_each_replay(
     def verify(
         artifact: Path, *, weights: str | None, threads: tuple[int, ...], on_event: Any
     ) -> VerifyResult:
-        assert (weights, threads) == ("dir", (1, 4))
+        assert (weights, threads) == (str(tmp_path / "weights"), (1, 4))
         event = VerifyEvent("started", "cpu-x86_64-v3", "forward", "b1_s32", 4, 0, 1, 1)
         on_event(event)
         on_event(dataclasses.replace(event, kind="finished", result=replay))
         return VerifyResult((replay,), Path("a.verified.json"), DIGEST, 1.0)
 
     stand_in(monkeypatch, "compilekit.compiler.verify", verify=verify)
-    line = ("verify", GOLDEN, "--weights", "dir", "--threads", "1", "--threads", "4")
+    # A path of the command line counts from here, not from the configuration.
+    (tmp_path / "weights").mkdir()
+    monkeypatch.chdir(tmp_path)
+    line: tuple[Any, ...] = ("verify", GOLDEN, "--weights", "weights")
+    line += ("--threads", "1", "--threads", "4")
     code, out, err = command(*line)
     assert code == (0 if passed else errors.VerifyError.exit_code)
     word = "passed" if passed else "failed"
@@ -614,7 +618,7 @@ def test_inspect_names_the_buckets_there_are(command: Run) -> None:
 # --- check and load -------------------------------------------------------------------
 
 MISFIT = errors.Mismatch("torch.version", "2.13.0", "2.11.0", "refuse", "Why.", "Do.")
-WARNING = dataclasses.replace(MISFIT, factor="transformers.version", verdict="warn")
+WARNING = MISFIT._replace(factor="transformers.version", verdict="warn")
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_every_key(tmp_path: Path) -> None:
         jobs = 2
         [serve]
         on_uncovered = "eager"
-        over_length = "chunk"
+        over_length = "eager"
         """,
     )
     assert config.model == ModelConfig(
@@ -189,7 +189,7 @@ def test_every_key(tmp_path: Path) -> None:
     assert config.build.targets == ("cpu-x86_64-v3", "native")
     assert config.build.routes == ("program", "cache")
     assert config.build.jobs == 2
-    assert (config.serve.on_uncovered, config.serve.over_length) == ("eager", "chunk")
+    assert (config.serve.on_uncovered, config.serve.over_length) == ("eager", "eager")
 
 
 def test_configuration_pickles(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def test_bad_value(tmp_path: Path, extra: str, key: str, message: str) -> None:
         ("[gates]\nmath_attention = 'warning'", "gates.math_attention", "warn"),
         ("[build]\ntargets = ['cpu-x86-64-v3']", "build.targets[0]", "cpu-x86_64-v3"),
         ("[build]\nroutes = ['programs']", "build.routes[0]", "program"),
-        ("[serve]\nover_length = 'chunks'", "serve.over_length", "chunk"),
+        ("[serve]\nover_length = 'eagre'", "serve.over_length", "eager"),
         (
             "[entries.forward.inputs.x]\nshape = ['b']\ndtype = 'torch.int64'",
             "entries.forward.inputs.x.dtype",

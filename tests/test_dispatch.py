@@ -7,6 +7,7 @@ other entries (tests/runtime_models.py).
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -367,6 +368,50 @@ def test_a_live_argument_is_never_copied(
     assert what in error.message
     assert "b4" in error.hint
     torch.testing.assert_close(y, kept)
+
+
+@pytest.mark.parametrize(
+    ("make", "second"),
+    [
+        (lambda model, y: y, "input x"),
+        (lambda model, y: y[:], "input x"),
+        (lambda model, y: y.view(-1).view(4, 4), "input x"),
+    ],
+)
+def test_a_written_argument_shares_no_memory(
+    attached: Attached,
+    make: Callable[[Zoo, torch.Tensor], torch.Tensor],
+    second: str,
+) -> None:
+    """The program reads x after it wrote y; eager would have read the new values."""
+    model = attached("aliases")
+    y = torch.randn(4, 4)
+    kept = y.clone()
+    error = refused(lambda: model.aliases(make(model, y), y))
+    assert f"input y shares memory with {second}" in error.message
+    assert "Pass a copy" in error.hint
+    torch.testing.assert_close(y, kept)
+
+
+def test_neighbours_in_one_storage_are_apart(
+    attached: Attached, make_zoo: MakeZoo
+) -> None:
+    """Two halves of one tensor share a storage and no byte."""
+    base = torch.randn(8, 4)
+    twin = base.clone()
+    attached("aliases").aliases(base[:4], base[4:])
+    make_zoo().aliases(twin[:4], twin[4:])
+    torch.testing.assert_close(base, twin)
+
+
+def test_the_model_is_never_written_through_an_argument(attached: Attached) -> None:
+    """A written argument may be no parameter or buffer, and no view of one."""
+    model = attached("aliases")
+    kept = model.table.clone()
+    for y in (model.table, model.table.view(-1).view(4, 4)):
+        error = refused(functools.partial(model.aliases, torch.randn(4, 4), y))
+        assert "input y shares memory with a tensor of the model" in error.message
+    torch.testing.assert_close(model.table, kept)
 
 
 def test_a_viewed_argument_is_never_padded(attached: Attached) -> None:

@@ -145,7 +145,7 @@ class Holder:
             for target in [targets.load_target(name)]
         }
         self.root = ARTIFACT
-        fields = {**vars(golden), "targets": described}
+        fields = {**golden._asdict(), "targets": described}
         fields["factors"] = {
             "torch.version": torch.__version__.partition("+")[0],
             "python.version": f"{checking.sys.version_info[0]}."

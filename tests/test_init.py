@@ -212,6 +212,25 @@ def test_known_kinds(kind: str, tmp_path: Path) -> None:
     assert 1 < len(buckets(config, "forward")) <= 16
 
 
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        ("t5", ("is_encoder_decoder",)),
+        ("resnet", ("num_channels",)),
+        ("vit", ("num_channels",)),
+    ],
+)
+def test_defaults_may_be_left_out(
+    kind: str, left_out: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A file that holds only what differs from its class's defaults is understood."""
+    hf_config, inputs, outputs, _ = KINDS[kind]
+    short = {key: hf_config[key] for key in hf_config if key not in left_out}
+    config = written(tmp_path, render(str(model_directory(tmp_path, short))))
+    assert config.entries["forward"].inputs == inputs
+    assert config.entries["forward"].outputs == outputs
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_optional_parts_load(kind: str, tmp_path: Path) -> None:
     """What stands there as a comment to be uncommented is right as well."""

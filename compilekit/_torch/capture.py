@@ -368,11 +368,3 @@ def normalise_annotations(capture: Capture) -> None:
 def reset() -> None:
     """Forget everything Dynamo compiled or specialised in this process."""
     torch._dynamo.reset()
-
-
-def dynamo_frames() -> int:
-    """Frames that Dynamo compiled in this process so far.
-
-    Source: torch/_dynamo/utils.py, counters["frames"] (2.11, 2.13).
-    """
-    return int(torch._dynamo.utils.counters["frames"]["total"])

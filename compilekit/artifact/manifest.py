@@ -1,4 +1,4 @@
-"""What ``manifest.json`` and ``reports/index.json`` say, as frozen dataclasses.
+"""What ``manifest.json`` and ``reports/index.json`` say, as named tuples.
 
 The manifest lists every file of an artifact except itself and ``reports/``: it is the
 same, digest included, whenever the same inputs are built. Reports hold times, so they
@@ -9,10 +9,9 @@ Standard library only.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from compilekit.artifact import canonical, schema
 from compilekit.errors import ManifestError, SchemaVersionError, UnsafePathError
@@ -30,16 +29,14 @@ CONTENT_ADDRESSED = ("constants/", "kernels/", "sources/")
 _NAME = re.compile(r"[A-Za-z0-9._+=@~-]{1,255}", re.ASCII)
 
 
-@dataclasses.dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """Digest and size in bytes of one file."""
 
     sha256: str
     size: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """The model that was compiled; never its weights.
 
     Attributes:
@@ -54,28 +51,25 @@ class Model:
     source: str
     class_name: str
     dtype: str
-    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = {}
     config_digest: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class ManifestEntry:
+class ManifestEntry(NamedTuple):
     """An entry's axes, in configuration order, and its buckets."""
 
     axes: tuple[str, ...]
     buckets: tuple[Bucket, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Serve:
+class Serve(NamedTuple):
     """Defaults that an artifact carries for ``attach``."""
 
     on_uncovered: str = "error"
     over_length: str = "error"
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """``manifest.json``. `write` fills in `files` and `digest`.
 
     Attributes:
@@ -98,8 +92,8 @@ class Manifest:
     factors: Mapping[str, Any]
     routes: tuple[str, ...] = ("program",)
     serve: Serve = Serve()
-    files: Mapping[str, File] = dataclasses.field(default_factory=dict, repr=False)
-    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, File] = {}
+    layout: Mapping[str, Any] = {}
     digest: str = ""
     schema: int = SCHEMA
 
@@ -108,8 +102,7 @@ class Manifest:
         return {**self.factors, **self.targets[target].get("factors", {})}
 
 
-@dataclasses.dataclass(frozen=True)
-class ReportsIndex:
+class ReportsIndex(NamedTuple):
     """``reports/index.json``: `files` below ``reports/``, for one artifact's digest."""
 
     artifact: str
@@ -123,15 +116,14 @@ def seal_manifest(
 ) -> tuple[bytes, Manifest]:
     """The bytes of ``manifest.json`` for these files, and the manifest as it reads."""
     config = dict(manifest.model.config)
-    sealed = dataclasses.replace(
-        manifest,
-        model=dataclasses.replace(
-            manifest.model, config_digest=canonical.sha256(canonical.encode(config))
+    sealed = manifest._replace(
+        model=manifest.model._replace(
+            config_digest=canonical.sha256(canonical.encode(config))
         ),
         files=describe(files),
     )
     data, digest = canonical.seal(_manifest_to_json(sealed))
-    return data, dataclasses.replace(sealed, digest=digest)
+    return data, sealed._replace(digest=digest)
 
 
 def read_manifest(data: bytes) -> Manifest:
@@ -316,7 +308,7 @@ def _manifest_to_json(manifest: Manifest) -> dict[str, Any]:
         },
         "factors": manifest.factors,
         "routes": manifest.routes,
-        "serve": dataclasses.asdict(manifest.serve),
+        "serve": manifest.serve._asdict(),
         "layout": manifest.layout,
         "files": _to_json(manifest.files),
     }

@@ -13,15 +13,13 @@ Standard library only.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 SCHEMA = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Metadata that a tensor must have; strides in elements."""
 
     dtype: str
@@ -30,8 +28,7 @@ class TensorSpec:
     device: str = "cpu"
 
 
-@dataclasses.dataclass(frozen=True)
-class InputRule:
+class InputRule(NamedTuple):
     """How an argument tensor follows the axes.
 
     Attributes:
@@ -49,8 +46,7 @@ class InputRule:
     high: int | float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """One Python value that capture read and baked into the graph.
 
     Attributes:
@@ -68,8 +64,7 @@ class Read:
     value: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One parameter of the compiled method's signature, without ``self``.
 
     Attributes:
@@ -85,8 +80,7 @@ class Parameter:
     default: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """``programs/<target>/<entry>/entry.json``.
 
     Attributes:
@@ -125,15 +119,12 @@ class Entry:
     ambient: Mapping[str, Any]
     training: bool = False
     mutates_model: bool = False
-    custom_ops: Mapping[str, Mapping[str, str]] = dataclasses.field(
-        default_factory=dict
-    )
-    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    custom_ops: Mapping[str, Mapping[str, str]] = {}
+    layout: Mapping[str, Any] = {}
     schema: int = SCHEMA
 
 
-@dataclasses.dataclass(frozen=True)
-class GraphInput:
+class GraphInput(NamedTuple):
     """One graph input, in call order.
 
     Attributes:
@@ -152,8 +143,7 @@ class GraphInput:
     aligned: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class GraphOutput:
+class GraphOutput(NamedTuple):
     """One output of the graph.
 
     Attributes:
@@ -167,12 +157,11 @@ class GraphOutput:
 
     spec: TensorSpec
     source: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     offset: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelRef:
+class KernelRef(NamedTuple):
     """A kernel as a program names it.
 
     Attributes:
@@ -186,8 +175,7 @@ class KernelRef:
     launch: Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """``programs/<target>/<entry>/<bucket>/program.json``.
 
     Attributes:
@@ -211,7 +199,7 @@ class Program:
     outputs: tuple[GraphOutput, ...]
     result: Mapping[str, Any]
     kernels: Mapping[str, KernelRef]
-    constants: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, tuple[str, str]] = {}
     externs: tuple[str, ...] = ()
     schema: int = SCHEMA
 
@@ -222,20 +210,30 @@ def to_json(record: Entry | Program) -> dict[str, Any]:
     Everything is spelled out, except what is at its default in a graph's inputs and
     outputs: there are hundreds of them, and a start parses them all.
     """
-    data = dataclasses.asdict(record)
+    data = _to_json(record)
     if isinstance(record, Program):
         data["inputs"] = [_without_defaults(item) for item in record.inputs]
         data["outputs"] = [_without_defaults(item) for item in record.outputs]
-    return data
+    return cast(dict[str, Any], data)
 
 
 def _without_defaults(record: GraphInput | GraphOutput) -> dict[str, Any]:
-    data = dataclasses.asdict(record)
+    defaults = record._field_defaults
     return {
-        field.name: data[field.name]
-        for field in dataclasses.fields(record)
-        if getattr(record, field.name) != field.default
+        name: _to_json(value)
+        for name, value in record._asdict().items()
+        if name not in defaults or value != defaults[name]
     }
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_to_json(item) for item in value]
+    return value
 
 
 def entry_from_json(data: Mapping[str, Any]) -> Entry:

@@ -18,7 +18,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import stat
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from compilekit.artifact import canonical, manifest, program, schema
 from compilekit.artifact.manifest import File, Manifest
@@ -52,7 +51,6 @@ _NO_ARTIFACT = "A directory without a manifest.json is no artifact."
 _AGAIN = "Nothing of it was used. Copy the artifact again, or build it again."
 
 
-@dataclasses.dataclass(frozen=True)
 class Artifact:
     """An artifact whose every file has been verified.
 
@@ -64,12 +62,25 @@ class Artifact:
         programs: (target, entry, bucket) → program.
     """
 
-    root: Path
-    manifest: Manifest
-    reports: Mapping[str, File] = dataclasses.field(repr=False)
-    entries: Mapping[tuple[str, str], Entry] = dataclasses.field(repr=False)
-    programs: Mapping[tuple[str, str, str], Program] = dataclasses.field(repr=False)
-    _kept: Mapping[str, bytes] = dataclasses.field(repr=False)
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        reports: Mapping[str, File],
+        kept: Mapping[str, bytes],
+    ) -> None:
+        self.root = root
+        self.manifest = manifest
+        self.reports = MappingProxyType(dict(reports))
+        self.entries, self.programs = _parse_programs(root, manifest, kept)
+        self._kept = kept
+
+    def __repr__(self) -> str:
+        return f"Artifact(root={str(self.root)!r}, digest={self.digest!r})"
+
+    def moved(self, root: Path) -> Artifact:
+        """The same artifact at the place where it was put."""
+        return Artifact(root, self.manifest, self.reports, self._kept)
 
     @property
     def digest(self) -> str:
@@ -117,14 +128,27 @@ class Artifact:
         return self.root / path
 
     def parse_all(self) -> Artifact:
-        """Parse every ``entry.json`` and ``program.json`` now.
+        """Hold every ``entry.json`` and ``program.json`` to its schema, and parse it.
+
+        A start leaves that out: whoever sealed the manifest has done it, and it would
+        take a third of attach's time.
 
         Raises:
             ManifestError: One of them is malformed, or contradicts the manifest.
         """
+        for target, name in self.entries:
+            self._validate("entry", manifest.entry_path(target, name))
+        for key in self.programs:
+            self._validate("program", manifest.program_path(*key))
         list(self.entries.values())
         list(self.programs.values())
         return self
+
+    def _validate(self, kind: str, path: str) -> None:
+        try:
+            schema.validate(kind, self.json(path), path)
+        except ArtifactError as exc:
+            raise _located(self.root, exc) from exc.__cause__
 
     def _listed(self, path: str) -> File:
         file = self.manifest.files.get(path) or self.reports.get(path)
@@ -136,8 +160,7 @@ class Artifact:
         return file
 
 
-@dataclasses.dataclass(frozen=True)
-class _Problem:
+class _Problem(NamedTuple):
     kind: type[ArtifactError]
     path: str
     expected: str
@@ -184,15 +207,7 @@ def _open_verified(root: Path, descriptor: int) -> Artifact:
     kept, problems = _verify_tree(descriptor, {**listing.files, **reports}, own)
     if problems:
         raise _joined(problems)
-    entries, programs = _parse_programs(root, listing, kept)
-    return Artifact(
-        root=root,
-        manifest=listing,
-        reports=MappingProxyType(dict(reports)),
-        entries=entries,
-        programs=programs,
-        _kept=MappingProxyType(kept),
-    )
+    return Artifact(root, listing, reports, kept)
 
 
 # --- Reading files -----------------------------------------------------------------
@@ -477,9 +492,7 @@ def _parse_entry(
     target: str, name: str, axes: tuple[str, ...], kept: Mapping[str, bytes]
 ) -> Entry:
     path = manifest.entry_path(target, name)
-    fields = canonical.decode(kept[path], path)
-    schema.validate("entry", fields, path)
-    entry = program.entry_from_json(fields)
+    entry = _rebuilt("entry", program.entry_from_json, path, kept)
     _same(path, "target", target, entry.target)
     _same(path, "name", name, entry.name)
     _same(path, "axes", axes, entry.axes)
@@ -495,9 +508,7 @@ def _parse_program(
     kept: Mapping[str, bytes],
 ) -> Program:
     path = manifest.program_path(target, name, bucket)
-    fields = canonical.decode(kept[path], path)
-    schema.validate("program", fields, path)
-    parsed = program.program_from_json(fields)
+    parsed = _rebuilt("program", program.program_from_json, path, kept)
     _same(path, "target", target, parsed.target)
     _same(path, "entry", name, parsed.entry)
     _same(path, "bucket", bucket, parsed.bucket)
@@ -508,6 +519,23 @@ def _parse_program(
     for label, (digest, _) in parsed.constants.items():
         _exists(path, f"constant {label}", listing, "constants", digest)
     return parsed
+
+
+def _rebuilt(
+    kind: str,
+    rebuild: Callable[[Mapping[str, Any]], Value],
+    path: str,
+    kept: Mapping[str, bytes],
+) -> Value:
+    fields = canonical.decode(kept[path], path)
+    if fields.get("schema") != program.SCHEMA:
+        schema.validate(kind, fields, path)
+    try:
+        return rebuild(fields)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        # The schema says what is wrong with it, and where.
+        schema.validate(kind, fields, path)
+        raise
 
 
 _SUFFIXES = {

@@ -17,7 +17,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import os
@@ -73,7 +72,7 @@ def write_artifact(
             hint=_HINTS.get(exc.errno or 0, "Choose another place with -o."),
             path=str(out),
         ) from exc
-    return dataclasses.replace(artifact, root=out)
+    return artifact.moved(out)
 
 
 _HINTS = {

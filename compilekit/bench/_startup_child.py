@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 import sys
 import time
 from collections import Counter
@@ -270,7 +271,7 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     weights_rss_bytes = memory_bytes("VmRSS")
     _spawned.clear()
     first_ms: list[float] = []
-    steady_ms: list[float] = []
+    later_ms: list[list[float]] = []
     outputs: list[list[torch.Tensor]] = []
     with torch.no_grad():
         phases_ms: dict[str, float] = {}
@@ -288,7 +289,7 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
             outputs.append(tensors(output))
         started_up = _start_facts(modules)
         for call, function in zip(loaded.calls, functions, strict=True):
-            steady_ms.append(fastest_ms(function, call.kwargs, spec["calls"], device))
+            later_ms.append(call_ms(function, call.kwargs, spec["calls"], device))
     expected = torch.load(Path(spec["store"]) / "reference.pt", weights_only=True)
     return {
         "ready_ms": attach_ms + sum(first_ms),
@@ -303,12 +304,13 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
                 "entry": call.entry,
                 "bucket": call.bucket.name,
                 "first_ms": first,
-                "steady_ms": steady,
+                "steady_ms": statistics.median(later),
+                "later_ms": later,
                 # As text: JSON has no infinity.
                 "max_abs_diff": str(max_abs_diff(output, wanted)),
             }
-            for call, first, steady, output, wanted in zip(
-                loaded.calls, first_ms, steady_ms, outputs, expected, strict=True
+            for call, first, later, output, wanted in zip(
+                loaded.calls, first_ms, later_ms, outputs, expected, strict=True
             )
         ],
         **started_up,
@@ -418,22 +420,22 @@ def compiled(loaded: Loaded, call: Call) -> Callable[..., Any]:
     return function
 
 
-def fastest_ms(
+def call_ms(
     function: Callable[..., Any],
     kwargs: Mapping[str, Any],
     calls: int,
     device: str = "cpu",
-) -> float:
-    """The fastest of several calls."""
-    best = float("inf")
+) -> list[float]:
+    """Times of several calls, one after the other."""
+    times = []
     for _ in range(calls):
         started = time.perf_counter()
         output = function(**kwargs)
         wait(device)
-        best = min(best, elapsed_ms(started))
+        times.append(elapsed_ms(started))
         # Giving its memory back isn't part of the call.
         del output
-    return best
+    return times
 
 
 def tensors(output: Any) -> list[torch.Tensor]:

@@ -91,7 +91,7 @@ def _measure_bucket(
         for whole, inside in zip(times["program"], watch.inside_ms, strict=True)
     ]
     watch.replay = True
-    alone_ms = child.fastest_ms(program, kwargs, _ALONE_CALLS)
+    alone_ms = min(child.call_ms(program, kwargs, _ALONE_CALLS))
     watch.replay = False
     return {
         "entry": call.entry,
@@ -128,9 +128,7 @@ def watch_programs(dispatcher: Dispatcher, watch: Watch) -> None:
         return call
 
     for sizes, bound in dispatcher.by_sizes.items():
-        dispatcher.by_sizes[sizes] = dataclasses.replace(
-            bound, call=watched(bound.call)
-        )
+        dispatcher.by_sizes[sizes] = bound._replace(call=watched(bound.call))
 
 
 if __name__ == "__main__":

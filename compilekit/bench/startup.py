@@ -96,7 +96,8 @@ class BucketSample:
 
     Attributes:
         first_ms: Its first call.
-        steady_ms: The fastest of its later calls.
+        steady_ms: The median of its later calls.
+        later_ms: Those calls, in order.
         max_abs_diff: Largest absolute difference of the first output from eager; inf
             when the outputs aren't comparable (count, shape, dtype, NaN).
     """
@@ -106,6 +107,7 @@ class BucketSample:
     first_ms: float
     steady_ms: float
     max_abs_diff: float
+    later_ms: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +281,7 @@ def run(
     weights: str,
     on_event: OnStartupEvent,
     out: Path | None,
-    calls: int = 20,
+    calls: int = 10,
     seed: int | None = None,
     timeout_seconds: float = 1800.0,
 ) -> StartupResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ def _startup_row(row: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _bucket_table(data: Mapping[str, Any]) -> str:
-    """First and steady call of the fastest sample, and the worst difference."""
+    """Medians of first and steady call over the samples, and the worst difference."""
     rows = []
     for row in data["rows"]:
         samples = row["samples"]
@@ -80,8 +81,8 @@ def _bucket_table(data: Mapping[str, Any]) -> str:
                 (
                     row["name"],
                     bucket.partition("/")[2],
-                    _ms(min(item["first_ms"] for item in found)),
-                    _ms(min(item["steady_ms"] for item in found)),
+                    _ms(statistics.median(item["first_ms"] for item in found)),
+                    _ms(statistics.median(item["steady_ms"] for item in found)),
                     f"{max(float(item['max_abs_diff']) for item in found):.1e}",
                 )
             )

@@ -5,14 +5,16 @@ so that ``--help`` answers at once. `run` shows the report, or turns an error in
 clean message and an exit code.
 
 Exit codes: 0 ok, 1 a defect of compilekit, 2 usage or configuration, 3 to 13 as in
-`compilekit.errors`, 130 interrupted.
+`compilekit.errors`, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -34,6 +36,7 @@ from compilekit.console import Console, Report
 from compilekit.errors import CompilekitError
 
 INTERRUPTED = 130
+TERMINATED = 143
 
 root = Commands(
     "compilekit",
@@ -66,6 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         # A model's name must not crash a terminal that speaks ASCII.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         outcome = root.main(
             list(arguments),
@@ -83,15 +87,27 @@ def run(arguments: Sequence[str]) -> int:
     except CompilekitError as error:
         console.failure(error)
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as error:
         console.error("Interrupted", "interrupted; nothing was written")
-        return INTERRUPTED
+        # click puts an Abort around it.
+        ended = isinstance(error.__cause__, _Terminated)
+        return TERMINATED if ended else INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has gone; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         return _confess(error, console)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which a CI job that is cancelled gets: clean up as after Ctrl-C."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated
 
 
 def _refuse_usage(

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import PATH, Command, Commands, config_argument
+from compilekit.cli.options import (
+    PATH,
+    Command,
+    Commands,
+    config_argument,
+    weights_option,
+)
 from compilekit.console import (
     Block,
     Cell,
@@ -69,16 +75,12 @@ _ROUTES = {"compilekit": "program", "cold": "jit", "eager": "eager"}
 @click.option(
     "--calls",
     type=click.IntRange(min=1),
-    default=20,
+    default=10,
     show_default=True,
     metavar="N",
     help="Steady calls per bucket and process.",
 )
-@click.option(
-    "--weights",
-    metavar="DIR",
-    help="Real weights, instead of those under [verify] in CONFIG.",
-)
+@weights_option("Real weights, instead of those under [verify] in CONFIG.")
 @click.option(
     "--seed",
     type=int,

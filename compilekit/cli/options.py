@@ -156,3 +156,12 @@ def _set_verbose(ctx: click.Context, _: click.Parameter, value: int) -> None:
 def _set_quiet(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value:
         ctx.ensure_object(Console).verbosity = -1
+
+
+def weights_option(instead: str) -> Callable[[F], F]:
+    """``--weights``: a path counts from the current directory, as any argument does."""
+
+    def here(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+        return str(Path(value).absolute()) if value and Path(value).exists() else value
+
+    return click.option("--weights", metavar="DIR", callback=here, help=instead)

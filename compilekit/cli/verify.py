@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import Command, artifact_argument
+from compilekit.cli.options import Command, artifact_argument, weights_option
 from compilekit.console import Block, Console, Difference, Facts, Mark, Report, Table
 from compilekit.errors import VerifyError
 
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, example="compilekit verify artifact")
 @artifact_argument
-@click.option(
-    "--weights",
-    metavar="DIR",
-    help="Weights for the comparison, instead of those under [verify] in CONFIG.",
-)
+@weights_option("Weights for the comparison, instead of those of the configuration.")
 @click.option(
     "--threads",
     type=click.IntRange(min=1),

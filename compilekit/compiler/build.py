@@ -231,6 +231,7 @@ def _run_worker(
         "count": count,
         "threads": threads,
         "scratch": str(scratch),
+        "parent": os.getpid(),
     }
     worker_log = scratch / "logs" / "worker.log"
     started: list[tuple[int, plan.Job]] = []
@@ -466,7 +467,7 @@ def _pack(
 
 def _described(name: str) -> dict[str, Any]:
     """A target's description as the manifest holds it."""
-    fields = dataclasses.asdict(targets.load_target(name))
+    fields = targets.load_target(name)._asdict()
     del fields["name"], fields["marks"]
     return fields
 

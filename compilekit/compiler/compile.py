@@ -617,8 +617,7 @@ def merge_entries(parts: list[Entry]) -> Entry:
         _merge(reads, {(r.path, r.kind): r for r in part.reads}, "value")
         _merge(code, part.code, "function")
         _merge(custom_ops, part.custom_ops, "operator")
-    return dataclasses.replace(
-        first,
+    return first._replace(
         tensors=dict(sorted(tensors.items())),
         reads=tuple(reads[key] for key in sorted(reads)),
         code=dict(sorted(code.items())),

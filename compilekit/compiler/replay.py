@@ -49,6 +49,7 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     import torch
 
     from compilekit import config as configuration
+    from compilekit._torch.runtime import compiled_frames
     from compilekit.artifact import open_artifact
     from compilekit.compiler.compare import tolerance
     from compilekit.compiler.models import build_real, example_kwargs
@@ -71,7 +72,7 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     atol, rtol = tolerance(dtype, config.verify.atol, config.verify.rtol)
     rows = []
     spawned.clear()
-    frames = _frames()
+    frames = compiled_frames()
     receipt = attach(
         model, artifact, entry=entry.name, require="program", on_uncovered="error"
     )
@@ -87,7 +88,7 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
             smaller = _compare_call(model, twin, config, entry, kwargs, seed)
             if smaller.message:
                 message = f"padded from {padded.name}, {smaller.message}"
-        compiles = receipt.compiles + _frames() - frames
+        compiles = compiled_frames() - frames
         if compiles and not message:
             message = f"{compiles} frames were compiled"
         if spawned and not message:
@@ -159,15 +160,6 @@ def _compare_call(
 def _tensors(model: Any) -> dict[str, Any]:
     """Every parameter and buffer of a model by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def _frames() -> int:
-    """Frames Dynamo compiled so far; 0 while Dynamo isn't even imported."""
-    if "torch._dynamo.utils" not in sys.modules:
-        return 0
-    from compilekit._torch.capture import dynamo_frames
-
-    return dynamo_frames()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ bucket is captured. A bucket that fails is reported and the next one starts clea
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -54,6 +56,7 @@ class Pending:
 def main() -> int:
     """Compile the jobs named on standard input; 0 even if some of them failed."""
     spec = json.load(sys.stdin)
+    _end_with(spec["parent"])
     events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     scratch = Path(spec["scratch"])
     config = configuration.load(Path(spec["config"]))
@@ -65,6 +68,16 @@ def main() -> int:
     _log_to(scratch / "logs" / "worker.log")
     _compile_all(config, target, jobs, spec["count"], spec["threads"], scratch, events)
     return 0
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process when the build is killed.
+
+    Source: prctl(2), PR_SET_PDEATHSIG = 1.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the build was killed")
 
 
 def _log_to(path: Path) -> None:
@@ -296,7 +309,7 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
     compiled = item.compiled
     for name, data in compiled.constants.items():
         _write_once(scratch / "constants" / name, data)
-    program = replace(compiled.program, kernels=kernels)
+    program = compiled.program._replace(kernels=kernels)
     files = {
         "program.json": canonical.encode(to_json(program)),
         "call.py": compiled.code.encode(),

@@ -39,7 +39,7 @@ from compilekit.errors import (
 from compilekit.runtime.check import check_device, choose_target, refuse
 from compilekit.runtime.dispatch import Dispatcher
 from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
-from compilekit.runtime.program import lazy_program, load_program
+from compilekit.runtime.program import Call, lazy_program, load_program
 from compilekit.runtime.receipt import Receipt, Route
 
 REQUIREMENTS = ("program", "cache", "verified")
@@ -91,8 +91,22 @@ def attach(
     # What is parsed here would set off full collections, 100 ms each with torch loaded.
     collecting = gc.isenabled()
     gc.disable()
+    clock = _Clock()
     try:
-        return _attach(model, artifact, entry, require, on_uncovered, device, loading)
+        if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
+            _carry_exit_codes()
+        required = requirements(require)
+        load = lazy_program if _is_lazy(loading) else load_program
+        opened = open_required(artifact)
+        clock.lap("open")
+        try:
+            return _attach(
+                model, opened, entry, required, on_uncovered, device, load, clock
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            # If it was a malformed file, this names it and the place.
+            opened.parse_all()
+            raise
     finally:
         if collecting:
             gc.enable()
@@ -100,26 +114,20 @@ def attach(
 
 def _attach(
     model: torch.nn.Module,
-    artifact: Artifact | str | os.PathLike[str] | None,
+    opened: Artifact,
     entry: str | None,
-    require: str | Iterable[str] | None,
+    required: tuple[str, ...],
     on_uncovered: str | None,
     device: str | torch.device | None,
-    loading: str | None,
+    load: Callable[[Artifact, Program, torch.device], Call],
+    clock: _Clock,
 ) -> Receipt:
-    clock = _Clock()
-    if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
-        _carry_exit_codes()
-    required = requirements(require)
-    load = lazy_program if _is_lazy(loading) else load_program
-    opened = open_required(artifact)
-    clock.lap("open")
     place = _place(device, model)
     gpu = place if place.type == "cuda" else None
     found = check_device(opened, gpu, libraries=False)
     warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
     target = choose_target(opened, place.type, gpu)
-    policy = _policy(on_uncovered, opened)
+    policies = _policies(on_uncovered, opened)
     check_requirements(required, opened, target)
     entries = _entries(opened, target, entry, model)
     clock.lap("check")
@@ -165,7 +173,7 @@ def _attach(
             class_name,
             place,
             loaded[item.name],
-            _refusal(receipt, item.name, getattr(model, item.method), policy),
+            _refusal(receipt, item.name, getattr(model, item.method), *policies),
             receipt.note_rebind,
             lock,
         )
@@ -269,17 +277,17 @@ def _is_lazy(loading: str | None) -> bool:
     return chosen == "lazy"
 
 
-def _policy(on_uncovered: str | None, artifact: Artifact) -> str:
-    policy = (
-        on_uncovered
-        or os.environ.get("COMPILEKIT_ON_UNCOVERED")
-        or artifact.manifest.serve.on_uncovered
-    )
+def _policies(on_uncovered: str | None, artifact: Artifact) -> tuple[str, str]:
+    """What happens to a call that no program covers, and to one longer than all."""
+    serve = artifact.manifest.serve
+    asked = on_uncovered or os.environ.get("COMPILEKIT_ON_UNCOVERED")
+    policy = asked or serve.on_uncovered
     if policy not in POLICIES:
         raise ConfigError(
             f"on_uncovered: expected {', '.join(POLICIES)}, found {policy}"
         )
-    return policy
+    longer = serve.over_length == "eager" and policy == "error" and not asked
+    return policy, "eager" if longer else policy
 
 
 def check_requirements(
@@ -357,7 +365,11 @@ def _programs(artifact: Artifact, entry: Entry) -> list[Program]:
 
 
 def _refusal(
-    receipt: Receipt, entry: str, original: Callable[..., Any], policy: str
+    receipt: Receipt,
+    entry: str,
+    original: Callable[..., Any],
+    on_uncovered: str,
+    over_length: str,
 ) -> Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]:
     """What to do with an uncovered call, by policy."""
     strict = "program" in receipt.require
@@ -366,6 +378,7 @@ def _refusal(
     def refuse_call(
         error: CompilekitError, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        policy = over_length if error.fields.get("too_long") else on_uncovered
         receipt.note_uncovered(entry, error.message, "error" if strict else policy)
         if policy == "error":
             raise error

@@ -15,12 +15,11 @@ and so does the comparison after a change.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +41,7 @@ from compilekit.runtime.model import (
     model_mismatches,
     own_method,
 )
+from compilekit.runtime.overlap import first_overlap, storages
 from compilekit.runtime.program import Call
 from compilekit.runtime.result import Outputs, ResultBuilder, result_builder
 from compilekit.runtime.watch import Watch
@@ -49,8 +49,7 @@ from compilekit.runtime.watch import Watch
 OnRefusal = Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class BoundProgram:
+class BoundProgram(NamedTuple):
     """A program with everything that a call needs looked up.
 
     Attributes:
@@ -179,7 +178,10 @@ class Dispatcher(AttachedMethod):
             given, sizes = self.arguments.given(values)
             bound, cut = self._bucket(sizes)
             fitted = self.arguments.fitted(given, bound.specs, values)
-        inputs = list(bound.pick([*self._model_tensors(), *fitted]))
+        model_tensors = self._model_tensors()
+        if bound.mutated:
+            self._refuse_overlap(bound, fitted, model_tensors)
+        inputs = list(bound.pick([*model_tensors, *fitted]))
         for index, copied in bound.aligned:
             if inputs[index].data_ptr() % ALIGNMENT:
                 inputs[index] = self._aligned(bound, inputs[index], index, copied)
@@ -223,6 +225,36 @@ class Dispatcher(AttachedMethod):
                 hint=f"Pass exactly a bucket's shape: {names}.",
             )
         return bound, sizes
+
+    def _refuse_overlap(
+        self,
+        bound: BoundProgram,
+        arguments: list[torch.Tensor],
+        model_tensors: list[torch.Tensor],
+    ) -> None:
+        """A program's inputs lie apart, or else none of them may be written."""
+        count = len(model_tensors)
+        written = [bound.order[index] for index in bound.mutated]
+        own = [position - count for position in written if position >= count]
+        others = model_tensors if own else [model_tensors[i] for i in written]
+        found = first_overlap(
+            arguments, own, others, self.watch.storages() if own else storages(others)
+        )
+        if found is None:
+            return
+        one, other = found
+        path = self.arguments.tensors[one].path
+        second = (
+            "a tensor of the model"
+            if other is None
+            else f"input {self.arguments.tensors[other].path}"
+        )
+        raise CallRefusedError(
+            f"{self.entry.name}: input {path} shares memory with {second}, and the"
+            f" call writes {', '.join(bound.writes)}",
+            hint="Pass a copy: the program was compiled for tensors that lie apart.",
+            argument=path,
+        )
 
     def _call(
         self, bound: BoundProgram, inputs: list[torch.Tensor], given: Given

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compilekit._torch.runtime import compiled_frames
 from compilekit.errors import Mismatch, PolicyError, ResourceError
@@ -18,8 +17,7 @@ _MOST_REASONS = 100
 _OTHER_REASONS = "other reasons"
 
 
-@dataclasses.dataclass(frozen=True)
-class Route:
+class Route(NamedTuple):
     """How one bucket gets its code: ``program``, ``cache``, ``jit`` or ``eager``."""
 
     entry: str
@@ -28,7 +26,6 @@ class Route:
     kernels: int
 
 
-@dataclasses.dataclass
 class Uncovered:
     """Calls that no program covered, for one reason.
 
@@ -36,10 +33,11 @@ class Uncovered:
         route: What became of them: ``error``, ``eager`` or ``jit``.
     """
 
-    entry: str
-    reason: str
-    route: str
-    calls: int = 0
+    def __init__(self, entry: str, reason: str, route: str) -> None:
+        self.entry = entry
+        self.reason = reason
+        self.route = route
+        self.calls = 0
 
 
 class Receipt:
@@ -126,14 +124,14 @@ class Receipt:
             "artifact": self.artifact,
             "path": str(self.path),
             "target": self.target,
-            "routes": [dataclasses.asdict(route) for route in self.routes],
+            "routes": [route._asdict() for route in self.routes],
             "compiles": self.compiles,
             "milliseconds": {k: round(v, 3) for k, v in self.milliseconds.items()},
-            "warnings": [dataclasses.asdict(item) for item in self.warnings],
+            "warnings": [item._asdict() for item in self.warnings],
             "serialised": list(self.serialised),
             "require": list(self.require),
             "rebinds": self.rebinds,
-            "uncovered": [dataclasses.asdict(item) for item in self.uncovered],
+            "uncovered": [vars(item).copy() for item in self.uncovered],
         }
 
     def write(self, file: str = "") -> None:
@@ -169,6 +167,6 @@ class Receipt:
             raise PolicyError(
                 f"require = program, but calls took no program: {reasons}",
                 hint="Add the missing buckets, or lower the requirement.",
-                uncovered=[dataclasses.asdict(item) for item in self.uncovered],
+                uncovered=[vars(item).copy() for item in self.uncovered],
             )
         return self

@@ -18,6 +18,7 @@ from compilekit._torch.runtime import (
 )
 from compilekit.artifact.program import Entry
 from compilekit.runtime.model import ModelView
+from compilekit.runtime.overlap import storages
 
 
 class Watch:
@@ -59,6 +60,13 @@ class Watch:
             if id(tensor) not in held
         )
         self._guards: dict[bool, Callable[..., bool]] = {}
+        self._storages: frozenset[int] | None = None
+
+    def storages(self) -> frozenset[int]:
+        """Where the memory of the tensors that programs read begins."""
+        if self._storages is None:
+            self._storages = storages(self.tensors)
+        return self._storages
 
     def guard(self) -> bool:
         """Hold the tensors to the metadata they have now; False if that can't be."""

@@ -9,12 +9,12 @@ Standard library only.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from compilekit.errors import ConfigError, ResourceError
 
@@ -28,8 +28,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _MACHINES: Mapping[str, str] = {"AMD64": "x86_64", "amd64": "x86_64"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """The hardware a program is built for.
 
     A GPU's description has the CPU fields of its host, for the code that runs there,
@@ -55,10 +54,8 @@ class Target:
     simd_width: int
     features: tuple[str, ...]
     aten_capability: str
-    device: Mapping[str, bool | int | float | str] = dataclasses.field(
-        default_factory=dict
-    )
-    marks: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    device: Mapping[str, bool | int | float | str] = {}
+    marks: Mapping[str, str] = {}
 
 
 def list_targets() -> tuple[str, ...]:
