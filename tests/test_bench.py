@@ -308,7 +308,7 @@ def test_a_model_that_eager_can_not_run_ends_the_bench(
 
 @pytest.mark.slow
 def test_every_row_starts_and_equals_eager(small: Callable[..., Config]) -> None:
-    """All seven rows run; only those that claim to need a compiler start one."""
+    """All eight rows run; only those that claim to need a compiler start one."""
     result = start(small(), *startup.ROWS)
     assert {row.name: row.error for row in result.rows} == dict.fromkeys(
         startup.ROWS, ""
@@ -316,7 +316,9 @@ def test_every_row_starts_and_equals_eager(small: Callable[..., Config]) -> None
     for row in result.rows:
         (found,) = row.samples
         assert found.max_abs_diff < 1e-5
-        assert bool(found.spawned.get("g++")) == (row.name in ("cold", "moved", "mega"))
+        assert bool(found.spawned.get("g++")) == (
+            row.name in ("cold", "moved", "mega", "aot")
+        )
         ships = row.name not in ("eager", "cold")
         assert (row.shipped_bytes > 0, row.build_seconds is not None) == (ships, ships)
     assert result.row("compilekit").samples[0].compiler_modules == ()

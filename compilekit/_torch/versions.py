@@ -7,12 +7,11 @@ import sys
 
 from compilekit.errors import Mismatch, MismatchError
 
-# torch minor -> what was done with it: "built" = the test-suite builds and loads CPU
-# programs, "ran" = artifacts built with it ran on the device named.
+# torch minor -> what was done with it: on a CPU, and for NVIDIA targets.
 SUPPORTED: dict[tuple[int, int], str] = {
-    (2, 11): "built",
-    (2, 12): "by interface, not run",
-    (2, 13): "built",
+    (2, 11): "CPU: built and ran; NVIDIA: built, ran on an H200",
+    (2, 12): "CPU: by interface, not run; NVIDIA: built, not run",
+    (2, 13): "CPU: built and ran; NVIDIA: built, not run",
 }
 PYTHON: tuple[tuple[int, int], ...] = ((3, 11), (3, 12))
 

@@ -117,8 +117,9 @@ def startup(
     """Time fresh processes to their first outputs, one way to start after the other.
 
     The rows are eager, cold (torch.compile), moved (a copied cache directory), mega
-    and mega+kernels (Mega-cache without and with its kernels), aoti (AOTInductor's
-    direct loader), compilekit (programs) and cache (restored caches). They run
+    and mega+kernels (Mega-cache without and with its kernels), aot (a saved
+    aot_compile), aoti (AOTInductor's direct loader), compilekit (programs) and cache
+    (restored caches). They run
     interleaved, in a shuffled order.
     """
     from compilekit.config import load

@@ -9,7 +9,6 @@ has its own program, host code and parsed files, as large as the real one's.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -38,7 +37,7 @@ def make(source: Path, out: Path) -> None:
         axes = {**program.axes, "s": 1000 + number}
         bucket = Bucket(f"b1_s{1000 + number}", axes)
         buckets.append(bucket)
-        renamed = dataclasses.replace(program, bucket=bucket.name, axes=axes)
+        renamed = program._replace(bucket=bucket.name, axes=axes)
         folder = f"{place}/{bucket.name}"
         files[f"{folder}/program.json"] = canonical.encode(to_json(renamed))
         for file in ("call.py", "call.pyc"):
@@ -46,9 +45,7 @@ def make(source: Path, out: Path) -> None:
     axes_of = manifest.entries[entry].axes
     write_artifact(
         out,
-        dataclasses.replace(
-            manifest, entries={entry: ManifestEntry(axes_of, tuple(buckets))}
-        ),
+        manifest._replace(entries={entry: ManifestEntry(axes_of, tuple(buckets))}),
         files,
         {},
     )

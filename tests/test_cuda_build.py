@@ -1,0 +1,194 @@
+"""GPU-less builds with torch's CUDA wheel: cubins, launches, manifest, and refusals.
+
+They need a CUDA build of torch and no GPU: ``scripts/check-cuda`` runs them.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compilekit.artifact import Artifact, open_artifact
+
+pytestmark = pytest.mark.cuda
+
+MODELS = '''
+import torch, triton
+import triton.language as tl
+from torch import nn
+import torch.nn.functional as F
+
+class Small(nn.Module):
+    """Attention, a norm (a reduction), a matrix product and random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.norm = nn.LayerNorm(256)
+
+    def forward(self, x):
+        q = self.linear(x).view(*x.shape[:2], 4, 64).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return F.dropout(self.norm(x + y.transpose(1, 2).flatten(2)), 0.1, True)
+
+class Masked(nn.Module):
+    """Attention that no fused kernel takes: a mask expanded along the keys."""
+
+    def forward(self, x):
+        q = x.view(*x.shape[:2], 4, 64).transpose(1, 2)
+        rows = torch.zeros(1, 1, x.shape[1], 1, dtype=x.dtype, device=x.device)
+        mask = rows.expand(1, 1, x.shape[1], x.shape[1])
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+@triton.jit
+def _described(x, out, n, BLOCK: tl.constexpr):
+    where = tl.make_tensor_descriptor(x, [n], [1], [BLOCK])
+    there = tl.make_tensor_descriptor(out, [n], [1], [BLOCK])
+    at = tl.program_id(0) * BLOCK
+    there.store([at], where.load([at]) + 1)
+
+class Descriptors(nn.Module):
+    """A kernel of the user's that makes TMA descriptors in scratch memory."""
+
+    def forward(self, x):
+        out = torch.empty_like(x)
+        _described[(x.numel() // 128,)](x, out, x.numel(), BLOCK=128)
+        return out
+'''
+
+CONFIG = """
+[model]
+source = "models:{name}"
+dtype = "bfloat16"
+[axes]
+s = [16, 64]
+[entries.forward.inputs.x]
+shape = [1, "s", 256]
+dtype = "bfloat16"
+[gates]
+math_attention = "{gate}"
+[build]
+targets = [{targets}]
+"""
+
+
+def build(
+    folder: Path, name: str, *targets: str, gate: str = "error"
+) -> tuple[int, dict[str, Any]]:
+    """Build in a fresh process, and its exit code and JSON."""
+    (folder / "models.py").write_text(MODELS)
+    listed = ", ".join(f'"{target}"' for target in targets)
+    config = folder / "compilekit.toml"
+    config.write_text(CONFIG.format(name=name, gate=gate, targets=listed))
+    command = [sys.executable, "-m", "compilekit", "--json", "build", str(config)]
+    done = subprocess.run(
+        [*command, "-o", str(folder / "artifact"), "-j", "2"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout)["result"]
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Three architectures in one artifact."""
+    folder = tmp_path_factory.mktemp("small")
+    code, result = build(folder, "Small", "nvidia-a100", "nvidia-h200", "nvidia-b200")
+    assert code == 0, result
+    assert {bucket["status"] for bucket in result["buckets"]} == {"unverified"}
+    return open_artifact(folder / "artifact").parse_all()
+
+
+def test_every_target_has_machine_code_of_its_own(artifact: Artifact) -> None:
+    """A cubin is an ELF file for CUDA, and its flags name its architecture."""
+    found: dict[str, set[int]] = {}
+    for (target, _, _), program in artifact.programs.items():
+        for kernel in program.kernels.values():
+            cubin = artifact.read(f"kernels/{kernel.digest}.cubin")
+            assert cubin[:4] == b"\x7fELF"
+            assert int.from_bytes(cubin[18:20], "little") == 190  # EM_CUDA
+            flags = int.from_bytes(cubin[48:52], "little")
+            found.setdefault(target, set()).add(flags)
+    assert len(set().union(*found.values())) == len(found) == 3
+    assert all(len(flags) == 1 for flags in found.values())
+
+
+def test_every_launch_is_complete(artifact: Artifact) -> None:
+    """Host code calls each kernel with as many arguments as its cubin takes."""
+    for (target, entry, bucket), program in artifact.programs.items():
+        code = artifact.read(f"programs/{target}/{entry}/{bucket}/call.py")
+        calls = [
+            node
+            for node in ast.walk(ast.parse(code))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in program.kernels
+        ]
+        assert {call.func.id for call in calls} == set(program.kernels)  # type: ignore[attr-defined]
+        for call in calls:
+            launch = program.kernels[call.func.id].launch  # type: ignore[attr-defined]
+            packed, _stream = call.args
+            assert isinstance(packed, ast.Tuple)
+            types = launch["arg_types"] + "O" * launch["scratch"]
+            assert len(packed.elts) == len(types)
+            assert all(size >= 1 for size in launch["grid"])
+            assert 0 < launch["registers"] <= 255
+
+
+def test_the_manifest_says_what_a_machine_needs(artifact: Artifact) -> None:
+    """Assembler, CUDA and shared memory are factors of each GPU target."""
+    for target, described in artifact.manifest.targets.items():
+        factors = artifact.manifest.factors_for(target)
+        assert described["kind"] == "cuda"
+        assert factors["cuda.ptxas"].count(".") >= 1
+        assert factors["torch.cuda"].count(".") == 1
+        assert (
+            factors["shared_memory"]
+            <= described["device"]["shared_memory_per_block_optin"]
+        )
+
+
+def test_attention_is_reported(artifact: Artifact) -> None:
+    """On an H200 PyTorch picks cuDNN, on the emulated one too."""
+    report = json.loads(artifact.read("reports/nvidia-h200/attention.json"))
+    assert report["forward"]["s64"]["backends"] == {"cudnn": 1}
+    report = json.loads(artifact.read("reports/nvidia-a100/attention.json"))
+    assert report["forward"]["s64"]["backends"] == {"flash": 1}
+
+
+def test_nothing_of_the_emulation_is_inside(artifact: Artifact) -> None:
+    """No file names the stub, or a path of this machine."""
+    for path in artifact.manifest.files:
+        data = artifact.read(path)
+        assert b"cudart_stub" not in data
+        assert str(artifact.root.parent).encode() not in data
+
+
+def test_attention_without_a_fused_kernel_fails_the_gate(tmp_path: Path) -> None:
+    """The error names the call's line and its tensors."""
+    code, result = build(tmp_path, "Masked", "nvidia-h200")
+    assert code == 3
+    assert "1 attention call got no fused kernel" in result["buckets"][0]["error"]
+    assert "models.py" in result["buckets"][0]["error"]
+
+
+def test_a_kernel_that_only_triton_can_launch_is_named(tmp_path: Path) -> None:
+    """Scratch memory needs an allocator at each launch: refused with its name."""
+    code, result = build(tmp_path, "Descriptors", "nvidia-h200")
+    assert code == 3
+    error = result["buckets"][0]["error"]
+    assert "kernel _described" in error
+    assert "can't be launched without Triton" in error
+
+
+def test_same_bytes_again(artifact: Artifact, tmp_path: Path) -> None:
+    """A second build elsewhere gives the same digest."""
+    code, result = build(tmp_path, "Small", "nvidia-a100", "nvidia-h200", "nvidia-b200")
+    assert (code, result["digest"]) == (0, artifact.digest)
