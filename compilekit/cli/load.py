@@ -62,7 +62,8 @@ def load(
     """Check ARTIFACT against this machine, then run COMMAND with it.
 
     Every digest is verified and every mismatch named. In COMMAND, which replaces this
-    process, compilekit.attach(model) finds the artifact by itself. Stdout is COMMAND's
+    process, compilekit.attach(model) finds the artifact by itself, and
+    compilekit.restore() the caches, which are staged before. Stdout is COMMAND's
     alone: the preflight goes to stderr. Without COMMAND the preflight is all that
     happens.
     """
@@ -80,7 +81,14 @@ def load(
     warnings = refuse_misfit(misfit, check(opened))
     target = choose_target(opened)
     attach.check_requirements(required, opened, target)
-    preflight = report(opened, target, warnings, required)
+    staged = None
+    if "cache" in opened.manifest.routes:
+        from compilekit.runtime import restore
+
+        found = restore.mismatches_here(opened, needed="cache" in required)
+        warnings += refuse_misfit(misfit, found)
+        staged = restore.stage_ahead(opened) if command else None
+    preflight = report(opened, target, warnings, required, staged)
     if not command:
         return preflight
     if console.json or console.verbosity >= 0:
@@ -114,11 +122,12 @@ def report(
     target: str,
     warnings: tuple[Mismatch, ...],
     required: tuple[str, ...],
+    staged: Path | None = None,
 ) -> Report:
     """The preflight of an artifact that fits."""
     policy = os.environ.get("COMPILEKIT_ON_UNCOVERED")
     policy = policy or artifact.manifest.serve.on_uncovered
-    buckets = [key for key in artifact.programs if key[0] == target]
+    buckets = sum(len(entry.buckets) for entry in artifact.manifest.entries.values())
     blocks: list[Block] = [describe(warnings)] if warnings else []
     blocks.append(
         Facts(
@@ -127,10 +136,12 @@ def report(
                 ("digest", artifact.digest),
                 ("model", artifact.manifest.model.source),
                 ("target", Mark(f"{target}, fits this machine", "good")),
-                ("buckets", len(buckets)),
+                ("routes", ", ".join(artifact.manifest.routes)),
+                ("buckets", buckets),
                 ("size", Size(artifact.size_bytes)),
                 ("required", ", ".join(required) or None),
                 ("uncovered", policy),
+                ("caches", str(staged) if staged else None),
             )
         )
     )
@@ -138,7 +149,9 @@ def report(
         "artifact": str(artifact.root),
         "digest": artifact.digest,
         "target": target,
-        "buckets": len(buckets),
+        "routes": artifact.manifest.routes,
+        "buckets": buckets,
+        "caches": staged,
         "required": required,
         "on_uncovered": policy,
         "mismatches": warnings,

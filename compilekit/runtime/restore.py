@@ -26,7 +26,7 @@ import torch
 from compilekit._torch.runtime import compiled_frames
 from compilekit.artifact import Artifact
 from compilekit.artifact.cache import Cache, blob_path, cache_from_json, cache_path
-from compilekit.errors import ArtifactError, AttachError, PolicyError
+from compilekit.errors import ArtifactError, AttachError, Mismatch, PolicyError
 from compilekit.runtime.attach import (
     carry_exit_codes,
     check_requirements,
@@ -118,6 +118,33 @@ def restore(
     _active.append(receipt)
     receipt.write()
     return receipt
+
+
+def mismatches_here(
+    artifact: Artifact, *, needed: bool = False
+) -> tuple[Mismatch, ...]:
+    """How an artifact's caches don't fit this machine.
+
+    Args:
+        artifact: One that fits otherwise, and holds caches.
+        needed: They were required. If not, and if there are programs too, a cache that
+            doesn't fit forbids nothing.
+    """
+    found = cache_mismatches(read_cache(artifact)[1])
+    if needed or "program" not in artifact.manifest.routes:
+        return tuple(found)
+    return tuple(mismatch._replace(verdict="warn") for mismatch in found)
+
+
+def stage_ahead(artifact: Artifact) -> Path:
+    """Restore the caches before the process that uses them; `restore` finds them.
+
+    Returns:
+        The directory.
+    Raises:
+        ResourceError: they can't be copied.
+    """
+    return stage(artifact, read_cache(artifact)[1], work_directory(None))[0]
 
 
 def _lap(began: float) -> float:
