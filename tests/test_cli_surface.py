@@ -44,10 +44,12 @@ SURFACE = {
         "--receipt",
         "--expect-digest",
     ],
+    "pack": ["ARTIFACT", "-o/--output", "--reports/--no-reports"],
     "plan": ["CONFIG"],
     "target": [],
     "target list": [],
     "target show": ["NAME"],
+    "unpack": ["FILE", "-o/--output"],
     "verify": ["ARTIFACT", "--weights", "--threads"],
 }
 

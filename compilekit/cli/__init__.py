@@ -27,6 +27,7 @@ from compilekit.cli import (
     init,
     inspect,
     load,
+    pack,
     plan,
     target,
     verify,
@@ -52,6 +53,7 @@ root = Commands(
     sections={
         "Build": (init.init, plan.plan, explain.explain, build.build),
         "Serve": (load.load, check.check),
+        "Ship": (pack.pack, pack.unpack),
         "Look": (inspect.inspect, verify.verify, bench.bench, target.target),
     },
 )
