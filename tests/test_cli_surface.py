@@ -43,14 +43,24 @@ SURFACE = {
         "--on-uncovered",
         "--receipt",
         "--expect-digest",
+        "--require-signature",
+        "--min-serial",
     ],
     "pack": ["ARTIFACT", "-o/--output", "--reports/--no-reports"],
     "plan": ["CONFIG"],
     "target": [],
     "target list": [],
     "target show": ["NAME"],
-    "unpack": ["FILE", "-o/--output"],
+    "sign": ["ARTIFACT", "--key", "--serial"],
+    "unpack": [
+        "FILE",
+        "-o/--output",
+        "--expect-digest",
+        "--require-signature",
+        "--min-serial",
+    ],
     "verify": ["ARTIFACT", "--weights", "--threads"],
+    "verify-signature": ["ARTIFACT", "--key", "--min-serial"],
 }
 
 EXIT_CODES = {

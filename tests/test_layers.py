@@ -17,6 +17,7 @@ CATCHES_ALL = {"compiler/worker.py", "cli/__init__.py"}
 
 STANDARD_LIBRARY = "standard library"
 RUNTIME = "runtime"
+TRUST = "trust"
 COMPILER = "compiler"
 COMMAND_LINE = "command line"
 
@@ -26,6 +27,8 @@ def layer(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     if parts in {("console.py",), ("__main__.py",)} or parts[0] == "cli":
         return COMMAND_LINE
+    if parts[0] == "trust":
+        return TRUST
     if parts[0] == "runtime" or parts in {
         ("_torch", "runtime.py"),
         ("_torch", "versions.py"),
@@ -41,12 +44,14 @@ def layer(path: Path) -> str:
 
 BELOW = {
     STANDARD_LIBRARY: {STANDARD_LIBRARY},
-    RUNTIME: {STANDARD_LIBRARY, RUNTIME},
-    COMPILER: {STANDARD_LIBRARY, RUNTIME, COMPILER},
-    COMMAND_LINE: {STANDARD_LIBRARY, RUNTIME, COMPILER, COMMAND_LINE},
+    TRUST: {STANDARD_LIBRARY, TRUST},
+    RUNTIME: {STANDARD_LIBRARY, TRUST, RUNTIME},
+    COMPILER: {STANDARD_LIBRARY, TRUST, RUNTIME, COMPILER},
+    COMMAND_LINE: {STANDARD_LIBRARY, TRUST, RUNTIME, COMPILER, COMMAND_LINE},
 }
 PACKAGES = {
     STANDARD_LIBRARY: set(),
+    TRUST: {"cryptography"},
     RUNTIME: {"torch", "safetensors"},
     COMPILER: {"torch", "safetensors", "transformers", "triton"},
     COMMAND_LINE: {"click", "rich"},

@@ -60,6 +60,8 @@ class Artifact:
         reports: Path → digest and size of each file below ``reports/``.
         entries: (target, entry) → calling convention.
         programs: (target, entry, bucket) → program.
+        from_memory: Somebody else could change its kernels: they are to be loaded from
+            a copy of the verified bytes.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Artifact:
         self.manifest = manifest
         self.reports = MappingProxyType(dict(reports))
         self.entries, self.programs = _parse_programs(root, manifest, kept)
+        self.from_memory = False
         self._kept = kept
 
     def __repr__(self) -> str:

@@ -29,6 +29,7 @@ from compilekit.cli import (
     load,
     pack,
     plan,
+    sign,
     target,
     verify,
 )
@@ -53,7 +54,7 @@ root = Commands(
     sections={
         "Build": (init.init, plan.plan, explain.explain, build.build),
         "Serve": (load.load, check.check),
-        "Ship": (pack.pack, pack.unpack),
+        "Ship": (pack.pack, pack.unpack, sign.sign, sign.verify_signature),
         "Look": (inspect.inspect, verify.verify, bench.bench, target.target),
     },
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from compilekit.cli.check import describe
-from compilekit.cli.options import PATH, Command, artifact_argument
+from compilekit.cli.options import PATH, Command, artifact_argument, trust_options
 from compilekit.console import Block, Console, Facts, Mark, Report, Size
 from compilekit.errors import Mismatch, ResourceError
 
@@ -43,12 +43,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Where attach writes its receipt.",
 )
-@click.option(
-    "--expect-digest",
-    envvar="COMPILEKIT_EXPECT_DIGEST",
-    metavar="SHA256",
-    help="Refuse every artifact but the one with this digest.",
-)
+@trust_options
 @click.pass_obj
 def load(
     console: Console,
@@ -58,6 +53,8 @@ def load(
     on_uncovered: str | None,
     receipt: Path | None,
     expect_digest: str | None,
+    require_signature: Path | None,
+    min_serial: int | None,
 ) -> Report:
     """Check ARTIFACT against this machine, then run COMMAND with it.
 
@@ -72,7 +69,8 @@ def load(
 
     # What attach will read, and what the preflight reads: the same functions decide.
     os.environ.update(
-        environment(artifact, require, on_uncovered, receipt, expect_digest)
+        environment(artifact, require, on_uncovered, receipt)
+        | trust_environment(expect_digest, require_signature, min_serial)
     )
     opened = attach.open_required(artifact)
     required = attach.requirements(require)
@@ -93,7 +91,6 @@ def environment(
     require: str | None,
     on_uncovered: str | None,
     receipt: Path | None,
-    expect_digest: str | None,
 ) -> dict[str, str]:
     """The variables that attach reads; what wasn't asked for isn't set.
 
@@ -104,7 +101,19 @@ def environment(
         "COMPILEKIT_REQUIRE": require,
         "COMPILEKIT_ON_UNCOVERED": on_uncovered,
         "COMPILEKIT_RECEIPT": os.path.abspath(receipt) if receipt else None,
+    }
+    return {name: value for name, value in variables.items() if value}
+
+
+def trust_environment(
+    expect_digest: str | None, require_signature: Path | None, min_serial: int | None
+) -> dict[str, str]:
+    """The variables by which attach demands the same of the artifact's origin."""
+    key = os.path.abspath(require_signature) if require_signature else None
+    variables = {
         "COMPILEKIT_EXPECT_DIGEST": expect_digest,
+        "COMPILEKIT_REQUIRE_SIGNATURE": key,
+        "COMPILEKIT_MIN_SERIAL": str(min_serial) if min_serial else None,
     }
     return {name: value for name, value in variables.items() if value}
 
@@ -130,6 +139,7 @@ def report(
                 ("buckets", len(buckets)),
                 ("size", Size(artifact.size_bytes)),
                 ("required", ", ".join(required) or None),
+                ("signed", os.environ.get("COMPILEKIT_REQUIRE_SIGNATURE")),
                 ("uncovered", policy),
             )
         )

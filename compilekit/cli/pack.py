@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from compilekit.cli.options import PATH, Command, artifact_argument
+from compilekit.cli.options import PATH, Command, artifact_argument, trust_options
 from compilekit.console import Facts, Mark, Report, Size
 
 
@@ -57,14 +57,27 @@ def pack(artifact: Path, output: Path, reports: bool) -> Report:
     metavar="DIR",
     help="The artifact's place; an artifact there is replaced in one step.",
 )
-def unpack(file: Path, output: Path) -> Report:
+@trust_options
+def unpack(
+    file: Path,
+    output: Path,
+    expect_digest: str | None,
+    require_signature: Path | None,
+    min_serial: int | None,
+) -> Report:
     """Put the artifact in FILE into its place, after verifying every digest.
 
     Nothing is written outside, and nothing at all if anything is wrong.
     """
     from compilekit.artifact import archive
+    from compilekit.trust.policy import Trust, approval, checked
 
-    artifact = archive.unpack(file, output)
+    key_file = str(require_signature or "")
+    trust = checked(Trust(expect_digest or "", key_file, min_serial or 0))
+    demand = approval(trust)
+    artifact = archive.unpack(
+        file, output, lambda digest, record: demand(digest, record, str(file))
+    )
     facts = (
         ("artifact", str(artifact.root)),
         ("digest", artifact.digest),
