@@ -33,6 +33,7 @@ SURFACE = {
         "--allow-untested-torch",
     ],
     "check": ["ARTIFACT"],
+    "doctor": ["[ARTIFACT]"],
     "explain": ["CONFIG", "--every-bucket", "--values"],
     "init": ["MODEL", "-o/--output", "--force"],
     "inspect": ["ARTIFACT", "-b/--bucket"],

@@ -54,6 +54,8 @@ def test_standard_library_modules_import_alone(module: str) -> None:
         ["bench", "startup", "--help"],
         ["target", "list"],
         ["inspect", "tests/data/golden/artifact"],
+        ["doctor"],
+        ["unpack", "no-such-file", "-o", "out"],
         ["plan", "examples/minilm/compilekit.toml"],
         ["build", "no-such.toml", "-o", "out"],
     ],

@@ -23,6 +23,7 @@ from compilekit.cli import (
     bench,
     build,
     check,
+    doctor,
     explain,
     init,
     inspect,
@@ -53,7 +54,7 @@ root = Commands(
     ),
     sections={
         "Build": (init.init, plan.plan, explain.explain, build.build),
-        "Serve": (load.load, check.check),
+        "Serve": (load.load, check.check, doctor.doctor),
         "Ship": (pack.pack, pack.unpack, sign.sign, sign.verify_signature),
         "Look": (inspect.inspect, verify.verify, bench.bench, target.target),
     },
