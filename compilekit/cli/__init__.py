@@ -23,6 +23,7 @@ from compilekit.cli import (
     bench,
     build,
     check,
+    combine,
     doctor,
     explain,
     init,
@@ -55,8 +56,21 @@ root = Commands(
     sections={
         "Build": (init.init, plan.plan, explain.explain, build.build),
         "Serve": (load.load, check.check, doctor.doctor),
-        "Ship": (pack.pack, pack.unpack, sign.sign, sign.verify_signature),
-        "Look": (inspect.inspect, verify.verify, bench.bench, target.target),
+        "Ship": (
+            combine.prune,
+            combine.merge,
+            pack.pack,
+            pack.unpack,
+            sign.sign,
+            sign.verify_signature,
+        ),
+        "Look": (
+            inspect.inspect,
+            combine.diff,
+            verify.verify,
+            bench.bench,
+            target.target,
+        ),
     },
 )
 click.version_option(__version__, message="%(prog)s %(version)s")(root)

@@ -43,6 +43,13 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Where attach writes its receipt.",
 )
+@click.option(
+    "--metrics",
+    type=PATH,
+    envvar="COMPILEKIT_METRICS",
+    metavar="FILE",
+    help="Where attach writes its receipt as Prometheus text.",
+)
 @trust_options
 @click.pass_obj
 def load(
@@ -52,6 +59,7 @@ def load(
     require: str | None,
     on_uncovered: str | None,
     receipt: Path | None,
+    metrics: Path | None,
     expect_digest: str | None,
     require_signature: Path | None,
     min_serial: int | None,
@@ -69,7 +77,7 @@ def load(
 
     # What attach will read, and what the preflight reads: the same functions decide.
     os.environ.update(
-        environment(artifact, require, on_uncovered, receipt)
+        environment(artifact, require, on_uncovered, receipt, metrics)
         | trust_environment(expect_digest, require_signature, min_serial)
     )
     opened = attach.open_required(artifact)
@@ -91,6 +99,7 @@ def environment(
     require: str | None,
     on_uncovered: str | None,
     receipt: Path | None,
+    metrics: Path | None,
 ) -> dict[str, str]:
     """The variables that attach reads; what wasn't asked for isn't set.
 
@@ -101,6 +110,7 @@ def environment(
         "COMPILEKIT_REQUIRE": require,
         "COMPILEKIT_ON_UNCOVERED": on_uncovered,
         "COMPILEKIT_RECEIPT": os.path.abspath(receipt) if receipt else None,
+        "COMPILEKIT_METRICS": os.path.abspath(metrics) if metrics else None,
     }
     return {name: value for name, value in variables.items() if value}
 
