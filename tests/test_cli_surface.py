@@ -56,6 +56,16 @@ SURFACE = {
     "target list": [],
     "target show": ["NAME"],
     "prune": ["ARTIFACT", "-o/--output", "--target", "--entry", "--bucket"],
+    "pull": [
+        "REFERENCE",
+        "-o/--output",
+        "--target",
+        "--insecure",
+        "--expect-digest",
+        "--require-signature",
+        "--min-serial",
+    ],
+    "push": ["ARTIFACT", "REFERENCE", "--key", "--serial", "--insecure"],
     "sign": ["ARTIFACT", "--key", "--serial"],
     "unpack": [
         "FILE",

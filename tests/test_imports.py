@@ -55,6 +55,7 @@ def test_standard_library_modules_import_alone(module: str) -> None:
         ["target", "list"],
         ["inspect", "tests/data/golden/artifact"],
         ["doctor"],
+        ["pull", "127.0.0.1:1/model:1", "-o", "out", "--min-serial", "1"],
         ["diff", "tests/data/golden/artifact", "tests/data/golden/artifact"],
         ["unpack", "no-such-file", "-o", "out"],
         ["plan", "examples/minilm/compilekit.toml"],

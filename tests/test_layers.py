@@ -18,6 +18,7 @@ CATCHES_ALL = {"compiler/worker.py", "cli/__init__.py"}
 STANDARD_LIBRARY = "standard library"
 RUNTIME = "runtime"
 TRUST = "trust"
+REGISTRY = "registry"
 COMPILER = "compiler"
 COMMAND_LINE = "command line"
 
@@ -29,6 +30,8 @@ def layer(path: Path) -> str:
         return COMMAND_LINE
     if parts[0] == "trust":
         return TRUST
+    if parts[0] == "registry":
+        return REGISTRY
     if parts[0] == "runtime" or parts in {
         ("_torch", "runtime.py"),
         ("_torch", "versions.py"),
@@ -45,13 +48,16 @@ def layer(path: Path) -> str:
 BELOW = {
     STANDARD_LIBRARY: {STANDARD_LIBRARY},
     TRUST: {STANDARD_LIBRARY, TRUST},
+    REGISTRY: {STANDARD_LIBRARY, REGISTRY},
     RUNTIME: {STANDARD_LIBRARY, TRUST, RUNTIME},
     COMPILER: {STANDARD_LIBRARY, TRUST, RUNTIME, COMPILER},
-    COMMAND_LINE: {STANDARD_LIBRARY, TRUST, RUNTIME, COMPILER, COMMAND_LINE},
+    COMMAND_LINE: {STANDARD_LIBRARY, TRUST, REGISTRY, RUNTIME, COMPILER, COMMAND_LINE},
 }
 PACKAGES = {
     STANDARD_LIBRARY: set(),
     TRUST: {"cryptography"},
+    # requests is what oras speaks through, and what it raises.
+    REGISTRY: {"oras", "requests"},
     RUNTIME: {"torch", "safetensors"},
     COMPILER: {"torch", "safetensors", "transformers", "triton"},
     COMMAND_LINE: {"click", "rich"},
