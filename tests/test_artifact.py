@@ -536,7 +536,7 @@ def test_interrupt_leaves_nothing(
     if existing:
         golden.write(place)
     before = contents(tmp_path)
-    for step in ("_write_file", "_sync", "_publish"):
+    for step in ("write_file", "sync", "_publish"):
         for countdown in (0, 3):
             left = [countdown]
             real = getattr(write, step)
@@ -565,7 +565,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: Any) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(write, "_write_file", full)
+    monkeypatch.setattr(write, "write_file", full)
     with pytest.raises(ResourceError, match="No space left") as caught:
         golden.write(tmp_path / "a")
     assert "Free some space" in caught.value.hint

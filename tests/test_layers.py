@@ -17,6 +17,8 @@ CATCHES_ALL = {"compiler/cache_worker.py", "compiler/worker.py", "cli/__init__.p
 
 STANDARD_LIBRARY = "standard library"
 RUNTIME = "runtime"
+TRUST = "trust"
+REGISTRY = "registry"
 COMPILER = "compiler"
 COMMAND_LINE = "command line"
 
@@ -26,6 +28,10 @@ def layer(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     if parts in {("console.py",), ("__main__.py",)} or parts[0] == "cli":
         return COMMAND_LINE
+    if parts[0] == "trust":
+        return TRUST
+    if parts[0] == "registry":
+        return REGISTRY
     if (
         parts[0] == "runtime"
         or parts[:2] == ("_torch", "caches")
@@ -46,12 +52,17 @@ def layer(path: Path) -> str:
 
 BELOW = {
     STANDARD_LIBRARY: {STANDARD_LIBRARY},
-    RUNTIME: {STANDARD_LIBRARY, RUNTIME},
-    COMPILER: {STANDARD_LIBRARY, RUNTIME, COMPILER},
-    COMMAND_LINE: {STANDARD_LIBRARY, RUNTIME, COMPILER, COMMAND_LINE},
+    TRUST: {STANDARD_LIBRARY, TRUST},
+    REGISTRY: {STANDARD_LIBRARY, REGISTRY},
+    RUNTIME: {STANDARD_LIBRARY, TRUST, RUNTIME},
+    COMPILER: {STANDARD_LIBRARY, TRUST, RUNTIME, COMPILER},
+    COMMAND_LINE: {STANDARD_LIBRARY, TRUST, REGISTRY, RUNTIME, COMPILER, COMMAND_LINE},
 }
 PACKAGES = {
     STANDARD_LIBRARY: set(),
+    TRUST: {"cryptography"},
+    # requests is what oras speaks through, and what it raises.
+    REGISTRY: {"oras", "requests"},
     RUNTIME: {"torch", "safetensors"},
     COMPILER: {"torch", "safetensors", "transformers", "triton"},
     COMMAND_LINE: {"click", "rich"},

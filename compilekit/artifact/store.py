@@ -60,6 +60,8 @@ class Artifact:
         reports: Path → digest and size of each file below ``reports/``.
         entries: (target, entry) → calling convention.
         programs: (target, entry, bucket) → program.
+        from_memory: Somebody else could change its kernels: they are to be loaded from
+            a copy of the verified bytes.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Artifact:
         self.manifest = manifest
         self.reports = MappingProxyType(dict(reports))
         self.entries, self.programs = _parse_programs(root, manifest, kept)
+        self.from_memory = False
         self._kept = kept
 
     def __repr__(self) -> str:
@@ -113,6 +116,32 @@ class Artifact:
             raise _located(self.root, exc) from exc.__cause__
         finally:
             os.close(root)
+
+    def read_index(self, path: str) -> bytes:
+        """The bytes of one of the two files that list the others.
+
+        Raises:
+            DigestError: The file has changed since the artifact was opened.
+        """
+        root = _open_root(self.root)
+        try:
+            data = _read_index(root, path)
+            if path == manifest.MANIFEST:
+                same = manifest.read_manifest(data) == self.manifest
+            else:
+                reports = manifest.read_reports(data, self.digest).files
+                same = reports == dict(self.reports)
+        except (ArtifactError, ResourceError) as exc:
+            raise _located(self.root, exc) from exc.__cause__
+        finally:
+            os.close(root)
+        if not same:
+            raise DigestError(
+                f"artifact {self.root}: {path} has changed since it was opened",
+                hint=_AGAIN,
+                path=path,
+            )
+        return data
 
     def json(self, path: str) -> dict[str, Any]:
         """A listed JSON file, parsed strictly from its verified bytes."""
@@ -183,11 +212,26 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
         SchemaVersionError: A schema that this version doesn't know.
         ResourceError: A file can't be read (permissions, disk).
     """
+    return open_approved(path, None)
+
+
+Approve = Callable[[Path, str], None]
+
+
+def open_approved(path: str | os.PathLike[str], approve: Approve | None) -> Artifact:
+    """Open an artifact, after its digest was approved and every byte verified.
+
+    Args:
+        approve: Called with the artifact's directory and its digest, which was computed
+            from bytes that nobody has parsed yet; raises to refuse it.
+    Raises:
+        CompilekitError: As `open_artifact`, and whatever `approve` raises.
+    """
     while True:
         root = Path(os.path.realpath(path))
         descriptor = _open_root(root)
         try:
-            return _open_verified(root, descriptor)
+            return _open_verified(root, descriptor, approve)
         except (ArtifactError, ResourceError) as exc:
             # A build that finished meanwhile has put another artifact in this place.
             if not _replaced(root, descriptor):
@@ -196,8 +240,11 @@ def open_artifact(path: str | os.PathLike[str]) -> Artifact:
             os.close(descriptor)
 
 
-def _open_verified(root: Path, descriptor: int) -> Artifact:
-    listing = manifest.read_manifest(_read_index(descriptor, manifest.MANIFEST))
+def _open_verified(root: Path, descriptor: int, approve: Approve | None) -> Artifact:
+    index = _read_index(descriptor, manifest.MANIFEST)
+    listing = approved_manifest(
+        index, approve and (lambda digest: approve(root, digest))
+    )
     own = {manifest.MANIFEST}
     reports: Mapping[str, File] = {}
     if _is_folder(descriptor, manifest.REPORTS.rstrip("/")):
@@ -208,6 +255,23 @@ def _open_verified(root: Path, descriptor: int) -> Artifact:
     if problems:
         raise _joined(problems)
     return Artifact(root, listing, reports, kept)
+
+
+def approved_manifest(data: bytes, approve: Callable[[str], None] | None) -> Manifest:
+    """Parse ``manifest.json`` after its digest was approved."""
+    if approve is None:
+        return manifest.read_manifest(data)
+    approved = canonical.sealed_digest(data)
+    approve(approved)
+    listing = manifest.read_manifest(data)
+    if listing.digest != approved:
+        # Two lines look like the digest's: what was approved isn't what it states.
+        raise DigestError(
+            f"{manifest.MANIFEST}: expected sha256 {approved}, found one that states"
+            f" {listing.digest}",
+            path=manifest.MANIFEST,
+        )
+    return listing
 
 
 # --- Reading files -----------------------------------------------------------------

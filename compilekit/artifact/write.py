@@ -21,7 +21,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from compilekit.artifact import canonical, manifest, store
@@ -55,14 +55,31 @@ def write_artifact(
             written (permissions, disk full).
         ArtifactError: The files and the manifest don't make an artifact.
     """
-    out = Path(os.path.realpath(out_dir))
     contents = _contents(parts, files, reports or {})
+    return install(out_dir, lambda staging: _write_files(staging, contents))
+
+
+def install(
+    out_dir: str | os.PathLike[str],
+    fill: Callable[[Path], None],
+) -> Artifact:
+    """Put an artifact into its place in one step, after verifying every byte of it.
+
+    Args:
+        out_dir: Where it goes; parents are made. An artifact in this place is replaced.
+        fill: Writes the whole artifact into the empty staging directory it is given.
+    Raises:
+        ResourceError: The place holds something that isn't an artifact, or can't be
+            written (permissions, disk full).
+        ArtifactError: What was written is no artifact.
+    """
+    out = Path(os.path.realpath(out_dir))
     try:
         _check_place(out)
         out.parent.mkdir(parents=True, exist_ok=True)
         recover(out)
         with staging(out) as folder:
-            _write_files(folder, contents)
+            fill(folder)
             artifact = store.open_artifact(folder).parse_all()
             _publish(folder, out)
     except OSError as exc:
@@ -224,32 +241,65 @@ def recover(out: Path) -> None:
 
 def _write_files(staging: Path, contents: Mapping[str, bytes]) -> None:
     """Write and sync every file, ``manifest.json`` last and by rename."""
-    folders = sorted({p for path in contents for p in parents(path)})
+    make_folders(staging, contents)
+    # All are written before the first is synced: the journal commits them together.
+    for path, data in contents.items():
+        name = path + PART if path == manifest.MANIFEST else path
+        write_file(staging / name, [data])
+    seal(staging, contents)
+
+
+PART = ".part"
+
+
+def make_folders(staging: Path, paths: Iterable[str]) -> None:
+    """Make the folders of these files in an empty directory."""
     os.chmod(staging, 0o755)
-    for folder in folders:
+    for folder in sorted({p for path in paths for p in parents(path)}):
         os.mkdir(staging / folder)
         os.chmod(staging / folder, 0o755)
-    # All are written before the first is synced: the journal commits them together.
-    written = []
-    for path, data in contents.items():
-        name = path + ".part" if path == manifest.MANIFEST else path
-        _write_file(staging / name, data)
-        written.append(name)
-    for name in (*written, *reversed(folders)):
-        _sync(staging / name)
-    os.rename(staging / (manifest.MANIFEST + ".part"), staging / manifest.MANIFEST)
-    _sync(staging)
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def seal(staging: Path, paths: Iterable[str]) -> None:
+    """Sync what was written; ``manifest.json`` gets its name last."""
+    paths = list(paths)
+    folders = sorted({p for path in paths for p in parents(path)})
+    for path in paths:
+        sync(staging / (path + PART if path == manifest.MANIFEST else path))
+    for folder in reversed(folders):
+        sync(staging / folder)
+    os.rename(staging / (manifest.MANIFEST + PART), staging / manifest.MANIFEST)
+    sync(staging)
+
+
+def write_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a new file that everyone may read."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o644), "wb") as file:
-        file.write(data)
+        for chunk in chunks:
+            file.write(chunk)
         # Whatever the umask: an artifact is read by other users than its builder.
         os.fchmod(file.fileno(), 0o644)
 
 
-def _sync(path: Path) -> None:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; it takes the place of `path` at the end.
+
+    A file that an error or a kill interrupted never has that name.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}{PART}")
+    try:
+        yield part
+        sync(part)
+        os.replace(part, path)
+        sync(path.parent)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -272,7 +322,7 @@ def _publish(staging: Path, out: Path) -> None:
             raise
         if not _exchange(staging, out):
             _move_aside(staging, out)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def _exchange(staging: Path, out: Path) -> bool:

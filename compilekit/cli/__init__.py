@@ -23,11 +23,16 @@ from compilekit.cli import (
     bench,
     build,
     check,
+    combine,
+    doctor,
     explain,
     init,
     inspect,
     load,
+    pack,
     plan,
+    registry,
+    sign,
     target,
     verify,
 )
@@ -51,8 +56,24 @@ root = Commands(
     ),
     sections={
         "Build": (init.init, plan.plan, explain.explain, build.build),
-        "Serve": (load.load, check.check),
-        "Look": (inspect.inspect, verify.verify, bench.bench, target.target),
+        "Serve": (load.load, check.check, doctor.doctor),
+        "Ship": (
+            combine.prune,
+            combine.merge,
+            pack.pack,
+            pack.unpack,
+            registry.push,
+            registry.pull,
+            sign.sign,
+            sign.verify_signature,
+        ),
+        "Look": (
+            inspect.inspect,
+            combine.diff,
+            verify.verify,
+            bench.bench,
+            target.target,
+        ),
     },
 )
 click.version_option(__version__, message="%(prog)s %(version)s")(root)

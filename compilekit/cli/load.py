@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from compilekit.cli.check import describe
-from compilekit.cli.options import PATH, Command, artifact_argument
+from compilekit.cli.options import PATH, Command, artifact_argument, trust_options
 from compilekit.console import Block, Console, Facts, Mark, Report, Size
 from compilekit.errors import Mismatch, ResourceError
 
@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     help="Where attach writes its receipt.",
 )
 @click.option(
-    "--expect-digest",
-    envvar="COMPILEKIT_EXPECT_DIGEST",
-    metavar="SHA256",
-    help="Refuse every artifact but the one with this digest.",
+    "--metrics",
+    type=PATH,
+    envvar="COMPILEKIT_METRICS",
+    metavar="FILE",
+    help="Where attach writes its receipt as Prometheus text.",
 )
+@trust_options
 @click.pass_obj
 def load(
     console: Console,
@@ -57,7 +59,10 @@ def load(
     require: str | None,
     on_uncovered: str | None,
     receipt: Path | None,
+    metrics: Path | None,
     expect_digest: str | None,
+    require_signature: Path | None,
+    min_serial: int | None,
 ) -> Report:
     """Check ARTIFACT against this machine, then run COMMAND with it.
 
@@ -73,7 +78,8 @@ def load(
 
     # What attach will read, and what the preflight reads: the same functions decide.
     os.environ.update(
-        environment(artifact, require, on_uncovered, receipt, expect_digest)
+        environment(artifact, require, on_uncovered, receipt, metrics)
+        | trust_environment(expect_digest, require_signature, min_serial)
     )
     opened = attach.open_required(artifact)
     required = attach.requirements(require)
@@ -101,7 +107,7 @@ def environment(
     require: str | None,
     on_uncovered: str | None,
     receipt: Path | None,
-    expect_digest: str | None,
+    metrics: Path | None,
 ) -> dict[str, str]:
     """The variables that attach reads; what wasn't asked for isn't set.
 
@@ -112,7 +118,20 @@ def environment(
         "COMPILEKIT_REQUIRE": require,
         "COMPILEKIT_ON_UNCOVERED": on_uncovered,
         "COMPILEKIT_RECEIPT": os.path.abspath(receipt) if receipt else None,
+        "COMPILEKIT_METRICS": os.path.abspath(metrics) if metrics else None,
+    }
+    return {name: value for name, value in variables.items() if value}
+
+
+def trust_environment(
+    expect_digest: str | None, require_signature: Path | None, min_serial: int | None
+) -> dict[str, str]:
+    """The variables by which attach demands the same of the artifact's origin."""
+    key = os.path.abspath(require_signature) if require_signature else None
+    variables = {
         "COMPILEKIT_EXPECT_DIGEST": expect_digest,
+        "COMPILEKIT_REQUIRE_SIGNATURE": key,
+        "COMPILEKIT_MIN_SERIAL": str(min_serial) if min_serial else None,
     }
     return {name: value for name, value in variables.items() if value}
 
@@ -140,6 +159,7 @@ def report(
                 ("buckets", buckets),
                 ("size", Size(artifact.size_bytes)),
                 ("required", ", ".join(required) or None),
+                ("signed", os.environ.get("COMPILEKIT_REQUIRE_SIGNATURE")),
                 ("uncovered", policy),
                 ("caches", str(staged) if staged else None),
             )

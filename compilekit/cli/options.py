@@ -133,6 +133,34 @@ def artifact_argument(function: F) -> F:
     return click.argument("artifact", type=PATH, metavar="ARTIFACT")(function)
 
 
+def trust_options(function: F) -> F:
+    """``--expect-digest``, ``--require-signature`` and ``--min-serial``."""
+    for option in (
+        click.option(
+            "--min-serial",
+            type=click.IntRange(min=0),
+            envvar="COMPILEKIT_MIN_SERIAL",
+            metavar="N",
+            help="Refuse a signature with an older serial.",
+        ),
+        click.option(
+            "--require-signature",
+            type=PATH,
+            envvar="COMPILEKIT_REQUIRE_SIGNATURE",
+            metavar="KEY",
+            help="Refuse what none of the public keys in this file signed.",
+        ),
+        click.option(
+            "--expect-digest",
+            envvar="COMPILEKIT_EXPECT_DIGEST",
+            metavar="SHA256",
+            help="Refuse every artifact but the one with this digest.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
 def command_name(context: click.Context) -> str:
     """``target list`` for the context of ``compilekit target list``."""
     return context.command_path.partition(" ")[2]

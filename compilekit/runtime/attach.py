@@ -28,7 +28,6 @@ import torch
 from compilekit.artifact import Artifact, open_artifact
 from compilekit.artifact.program import Entry, Program
 from compilekit.errors import (
-    ArtifactError,
     AttachError,
     CompilekitError,
     ConfigError,
@@ -75,6 +74,7 @@ def attach(
         The receipt; ``receipt.detach()`` undoes it.
     Raises:
         ArtifactError: the artifact is damaged or incomplete.
+        SignatureError: a signature is required, and isn't there or wrong.
         ConfigError: an argument, or a variable in its place, says nothing known.
         MismatchError: machine or model don't fit; all mismatches at once.
         PolicyError: a requirement isn't met.
@@ -231,6 +231,7 @@ def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifac
     Raises:
         ConfigError: neither names one.
         ArtifactError: it isn't the artifact that COMPILEKIT_EXPECT_DIGEST names.
+        SignatureError: it isn't signed as COMPILEKIT_REQUIRE_SIGNATURE demands.
     """
     if artifact is None:
         artifact = os.environ.get("COMPILEKIT_ARTIFACT") or None
@@ -239,17 +240,20 @@ def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifac
             "no artifact: neither an argument nor COMPILEKIT_ARTIFACT names one",
             hint='attach(model, "DIR"), or start with `compilekit load DIR -- …`.',
         )
-    opened = artifact if isinstance(artifact, Artifact) else open_artifact(artifact)
-    expected = os.environ.get("COMPILEKIT_EXPECT_DIGEST", "")
-    if expected and expected != opened.digest:
-        raise ArtifactError(
-            f"artifact {opened.root}: expected digest {expected}, found"
-            f" {opened.digest}",
-            hint="This isn't the artifact that was approved.",
-            expected=expected,
-            found=opened.digest,
-        )
-    return opened
+    if any(os.environ.get(name) for name in _TRUST):
+        from compilekit.trust.policy import from_environment, open_trusted
+
+        # What was opened before wasn't opened under these demands: do it again.
+        path = artifact.root if isinstance(artifact, Artifact) else artifact
+        return open_trusted(path, from_environment())
+    return artifact if isinstance(artifact, Artifact) else open_artifact(artifact)
+
+
+_TRUST = (
+    "COMPILEKIT_EXPECT_DIGEST",
+    "COMPILEKIT_REQUIRE_SIGNATURE",
+    "COMPILEKIT_MIN_SERIAL",
+)
 
 
 def requirements(require: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from compilekit._torch.runtime import cubin_launcher, load_cubin
 from compilekit.artifact import Artifact
 from compilekit.artifact.program import KernelRef
 from compilekit.errors import AttachError
+from compilekit.runtime.kernelfile import kernel_file
 
 # Loaded functions by (cubin digest, symbol, device index): buckets, models and
 # artifacts in this process share them.
@@ -43,13 +44,14 @@ def _function(artifact: Artifact, kernel: KernelRef, index: int) -> int:
     symbol, shared = kernel.launch["symbol"], kernel.launch["shared"]
     key = (kernel.digest, symbol, index)
     if key not in _functions:
-        path = str(artifact.path(f"kernels/{kernel.digest}.cubin"))
+        path = f"kernels/{kernel.digest}.cubin"
         try:
-            _functions[key] = load_cubin(path, symbol, shared, index)
+            with kernel_file(artifact, path) as place:
+                _functions[key] = load_cubin(place, symbol, shared, index)
         except RuntimeError as exc:
             name = torch.cuda.get_device_name(index)
             raise AttachError(
-                f"kernel {path} can't be loaded on {name}: {exc}",
+                f"kernel {artifact.path(path)} can't be loaded on {name}: {exc}",
                 hint="Is the driver older than the CUDA that assembled it?",
                 kernel=kernel.digest,
             ) from exc

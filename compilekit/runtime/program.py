@@ -23,6 +23,7 @@ from compilekit.artifact import Artifact
 from compilekit.artifact.program import Program
 from compilekit.errors import AttachError
 from compilekit.runtime.cuda import kernel_launcher
+from compilekit.runtime.kernelfile import kernel_file
 
 Call = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 Kernel = Callable[..., None]
@@ -119,21 +120,22 @@ def _pointer_variable() -> Iterator[None]:
 
 
 def _load(artifact: Artifact, digest: str) -> Kernel:
-    path = str(artifact.path(f"kernels/{digest}.so"))
     # The part after the last dot picks the init function, PyInit_kernel.
     name = f"compilekit.kernels.{digest}.kernel"
-    loader = ExtensionFileLoader(name, path)
-    spec = ModuleSpec(name, loader, origin=path)
-    try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-        function: Kernel = module.kernel
-    except (ImportError, AttributeError) as exc:
-        raise AttachError(
-            f"kernel {path} can't be loaded: {exc}",
-            hint="Does it lie on a file system mounted noexec? Move it, or remount.",
-            kernel=digest,
-        ) from exc
+    with kernel_file(artifact, f"kernels/{digest}.so") as path:
+        loader = ExtensionFileLoader(name, path)
+        spec = ModuleSpec(name, loader, origin=path)
+        try:
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+            function: Kernel = module.kernel
+        except (ImportError, AttributeError) as exc:
+            raise AttachError(
+                f"kernel {artifact.path(f'kernels/{digest}.so')} can't be loaded:"
+                f" {exc}",
+                hint="`compilekit doctor` looks for what this machine lacks.",
+                kernel=digest,
+            ) from exc
     return function
 
 

@@ -77,6 +77,7 @@ class Receipt:
         self.require = require
         self.rebinds = 0
         self.file = os.environ.get("COMPILEKIT_RECEIPT", "")
+        self.metrics = os.environ.get("COMPILEKIT_METRICS", "")
         self._undo = undo
         self._uncovered: dict[tuple[str, str, str], Uncovered] = {}
         self._lock = threading.Lock()
@@ -137,23 +138,19 @@ class Receipt:
     def write(self, file: str = "") -> None:
         """Write the receipt to a file (COMPILEKIT_RECEIPT by default), by one rename.
 
+        The same as Prometheus text goes to the file that COMPILEKIT_METRICS names.
+
         Raises:
-            ResourceError: the file can't be written.
+            ResourceError: a file can't be written.
         """
         file = file or self.file
-        if not file:
-            return
-        staging = f"{file}.{os.getpid()}"
-        try:
-            with open(staging, "w", encoding="utf-8") as stream:
-                json.dump(self.as_json(), stream, indent=2)
-                stream.write("\n")
-            os.replace(staging, file)
-        except OSError as exc:
-            raise ResourceError(
-                f"the receipt can't be written to {file}: {exc.strerror}",
-                hint="Set COMPILEKIT_RECEIPT to a writable place, or unset it.",
-            ) from exc
+        if file:
+            text = json.dumps(self.as_json(), indent=2) + "\n"
+            _replace(file, text, "COMPILEKIT_RECEIPT")
+        if self.metrics:
+            from compilekit.runtime import metrics
+
+            _replace(self.metrics, metrics.text(self), "COMPILEKIT_METRICS")
 
     def finish(self) -> Receipt:
         """Add the end state, write the file, and hold the start to its requirements.
@@ -170,3 +167,16 @@ class Receipt:
                 uncovered=[vars(item).copy() for item in self.uncovered],
             )
         return self
+
+
+def _replace(file: str, text: str, variable: str) -> None:
+    staging = f"{file}.{os.getpid()}"
+    try:
+        with open(staging, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(staging, file)
+    except OSError as exc:
+        raise ResourceError(
+            f"the receipt can't be written to {file}: {exc.strerror}",
+            hint=f"Set {variable} to a writable place, or unset it.",
+        ) from exc

@@ -1,0 +1,52 @@
+"""Who could change a file: owners and modes up to the root.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def why_writable(path: Path) -> str:
+    """Why somebody else than root and this user could change what lies at a path.
+
+    Args:
+        path: Absolute, without links (``os.path.realpath``).
+    Returns:
+        The first reason; empty if nobody else can.
+    """
+    for place in (path, *path.parents):
+        reason = _why(place)
+        if reason:
+            return reason
+    return ""
+
+
+def why_any_writable(root: Path, paths: Iterable[str]) -> str:
+    """The same for several files below one folder, which has none of them twice."""
+    files = [root / path for path in paths]
+    for folder in {file.parent for file in files} | {root}:
+        if reason := why_writable(folder):
+            return reason
+    return next(filter(None, map(_why, files)), "")
+
+
+def _why(place: Path) -> str:
+    try:
+        status = os.lstat(place)
+    except OSError as exc:
+        return f"{place} can't be looked at: {exc.strerror}"
+    mode = status.st_mode
+    if stat.S_ISLNK(mode):
+        return f"{place} is a symbolic link"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{place} belongs to user {status.st_uid}"
+    # In a sticky folder (/tmp) nobody can rename or remove what belongs to another.
+    if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+        whom = "anyone" if mode & 0o002 else f"group {status.st_gid}"
+        return f"{place} may be written by {whom} (mode {stat.S_IMODE(mode):04o})"
+    return ""

@@ -1,0 +1,399 @@
+"""push and pull, against a small registry and, where it's installed, Debian's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import golden
+import oras.client
+import oras.decorator
+import pytest
+from test_combine import V4, retargeted
+from test_signature import make_keys
+
+from compilekit import registry, targets
+from compilekit.artifact import Artifact, edit, write_artifact
+from compilekit.cli import run
+from compilekit.errors import (
+    ConfigError,
+    DigestError,
+    ManifestError,
+    MismatchError,
+    ResourceError,
+)
+
+
+class Store(ThreadingHTTPServer):
+    """A registry: blobs and manifests in memory, open to meddling."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.blobs: dict[str, bytes] = {}
+        self.manifests: dict[str, bytes] = {}
+        self.gets: list[str] = []
+        self.uploads = 0
+
+    @property
+    def address(self) -> str:
+        """Host and port."""
+        return f"127.0.0.1:{self.server_address[1]}"
+
+
+class Answers(BaseHTTPRequestHandler):
+    """The part of the distribution protocol that push and pull speak."""
+
+    server: Store
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+    def answer(self, status: int, data: bytes = b"", **headers: str) -> None:
+        """Send one answer."""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def body(self) -> bytes:
+        """What came."""
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def do_GET(self) -> None:
+        """A blob or a manifest."""
+        name = self.path.rsplit("/", 1)[1]
+        kind = (
+            self.server.manifests if "/manifests/" in self.path else self.server.blobs
+        )
+        if self.command == "GET":
+            self.server.gets.append(name)
+        if name in kind:
+            self.answer(200, kind[name])
+        else:
+            self.answer(404)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Where to upload to."""
+        self.body()
+        self.answer(202, Location=f"http://{self.server.address}/upload")
+
+    def do_PUT(self) -> None:
+        """A blob or a manifest, under its digest."""
+        data = self.body()
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if "/manifests/" in self.path:
+            self.server.manifests[self.path.rsplit("/", 1)[1]] = data
+            self.server.manifests[digest] = data
+        else:
+            self.server.uploads += 1
+            self.server.blobs[digest] = data
+        self.answer(201, Location=self.path)
+
+
+class Patient:
+    """A clock on which every pause between attempts is over at once."""
+
+    @staticmethod
+    def sleep(_: float) -> None:
+        """No pause."""
+
+
+@pytest.fixture(autouse=True)
+def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody's docker login, and no pause between attempts."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setattr(oras.decorator, "time", Patient)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    """A registry in this process."""
+    server = Store()
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def both(tmp_path: Path) -> Artifact:
+    """An artifact for two targets."""
+    one, two = golden.write(tmp_path / "one"), retargeted(tmp_path / "two")
+    return write_artifact(tmp_path / "both", *edit.merge([one, two]))
+
+
+@pytest.fixture
+def pushed(store: Store, both: Artifact) -> str:
+    """It, in the registry."""
+    reference = f"{store.address}/team/model:1"
+    registry.push(both, reference, insecure=True)
+    store.gets.clear()
+    return reference
+
+
+def test_a_pull_takes_one_layer(
+    pushed: str, store: Store, both: Artifact, tmp_path: Path
+) -> None:
+    """Of two targets one is fetched; it is the artifact that prune makes."""
+    out = tmp_path / "out" / "artifact"
+    artifact = registry.pull(pushed, out, target=V4, insecure=True)
+    assert list(artifact.manifest.targets) == [V4]
+    manifest = json.loads(store.manifests["1"])
+    layers = {one["annotations"][registry.TARGET]: one for one in manifest["layers"]}
+    assert store.gets == ["1", manifest["config"]["digest"], layers[V4]["digest"]]
+    again = write_artifact(tmp_path / "again", *edit.prune(both, targets=[V4]))
+    assert artifact.digest == again.digest
+    assert [p.name for p in out.parent.iterdir()] == ["artifact"]
+
+
+def test_the_best_target_is_chosen(
+    pushed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By machine; none that fits is a mismatch, a misspelt one names the others."""
+    found = registry.pull(pushed, tmp_path / "a", insecure=True)
+    assert len(found.manifest.targets) == 1
+    monkeypatch.setattr(targets, "machine", lambda: "riscv64")
+    with pytest.raises(MismatchError):
+        registry.pull(pushed, tmp_path / "b", insecure=True)
+    with pytest.raises(ConfigError, match=V4):
+        registry.pull(pushed, tmp_path / "b", target="nvidia-h300", insecure=True)
+    assert not (tmp_path / "b").exists()
+
+
+def test_features_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target with the most features that are all there."""
+    monkeypatch.setattr(targets, "machine", lambda: "x86_64")
+    monkeypatch.setattr(targets, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    cpu = {"kind": "cpu", "machine": "x86_64"}
+    described = {
+        "v2": {**cpu, "features": []},
+        "v3": {**cpu, "features": ["avx2"]},
+        "v4": {**cpu, "features": ["avx2", "avx512f"]},
+        "gpu": {"kind": "cuda"},
+    }
+    assert registry._choose(described) == "v3"
+
+
+def test_push_again_sends_nothing(pushed: str, store: Store, both: Artifact) -> None:
+    """Blobs that are there aren't sent twice, and the manifest is the same."""
+    before, uploads = store.manifests["1"], store.uploads
+    registry.push(both, pushed, insecure=True)
+    assert (store.manifests["1"], store.uploads) == (before, uploads)
+
+
+def test_by_digest(pushed: str, store: Store, tmp_path: Path) -> None:
+    """A reference with a digest takes that manifest and no other."""
+    data = store.manifests["1"]
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    reference = pushed.replace(":1", f"@{digest}") if pushed.endswith(":1") else ""
+    registry.pull(reference, tmp_path / "a", target=V4, insecure=True)
+    store.manifests[digest] = data + b" "
+    with pytest.raises(DigestError, match="manifest of"):
+        registry.pull(reference, tmp_path / "b", target=V4, insecure=True)
+
+
+def layer_of(store: Store, target: str) -> str:
+    """Digest of a target's layer."""
+    manifest = json.loads(store.manifests["1"])
+    return next(
+        one["digest"]
+        for one in manifest["layers"]
+        if one["annotations"][registry.TARGET] == target
+    )
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "grow", "swap", "gone"])
+def test_a_tampered_layer(
+    change: str, pushed: str, store: Store, tmp_path: Path
+) -> None:
+    """Another byte, fewer, more, another layer's bytes, none: nothing appears."""
+    digest = layer_of(store, V4)
+    data = store.blobs[digest]
+    store.blobs[digest] = {
+        "flip": data[:700] + bytes([data[700] ^ 1]) + data[701:],
+        "cut": data[:-512],
+        "grow": data + b"\0" * 512,
+        "swap": store.blobs[layer_of(store, golden.TARGET)],
+        "gone": b"",
+    }[change]
+    out = tmp_path / "out" / "artifact"
+    with pytest.raises(DigestError):
+        registry.pull(pushed, out, target=V4, insecure=True)
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"[" * 50_000,
+        b'{"layers": [{}], "config": {}}',
+        b'{"layers": 7, "config": {}}',
+    ],
+)
+def test_another_manifest(
+    manifest: bytes, pushed: str, store: Store, tmp_path: Path
+) -> None:
+    """An image that isn't ours, or junk, is refused by name."""
+    store.manifests["1"] = manifest
+    with pytest.raises(ManifestError, match="compilekit push"):
+        registry.pull(pushed, tmp_path / "a", insecure=True)
+
+
+def test_a_hostile_layer_with_a_good_digest(
+    pushed: str, store: Store, tmp_path: Path
+) -> None:
+    """A registry that seals what it tampered with meets the artifact's own digests."""
+    digest = layer_of(store, V4)
+    evil = store.blobs[digest].replace(b"def call(args):", b"import os     ;")
+    sealed = f"sha256:{hashlib.sha256(evil).hexdigest()}"
+    store.blobs[sealed] = evil
+    text = store.manifests["1"].decode()
+    store.manifests["1"] = text.replace(digest, sealed).encode()
+    with pytest.raises(DigestError, match=r"call\.py"):
+        registry.pull(pushed, tmp_path / "a", target=V4, insecure=True)
+    assert not (tmp_path / "a").exists()
+
+
+def test_signatures_travel(
+    store: Store,
+    both: Artifact,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """push --key signs each part; another key, an older serial and none are refused."""
+    private, public = map(str, make_keys(tmp_path))
+    _, other = map(str, make_keys(tmp_path, "other"))
+    name, out = f"{store.address}/team/model", str(tmp_path / "out")
+    words = ["push", str(both.root), f"{name}:1", "--insecure"]
+    assert run([*words, "--key", private, "--serial", "4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["result"]["layers"]) == 2
+    words = ["pull", f"{name}:1", "--insecure", "-o", out, "--target", V4]
+    assert run([*words, "--require-signature", other]) == 11
+    assert run([*words, "--require-signature", public, "--min-serial", "5"]) == 11
+    assert run([*words, "--expect-digest", "0" * 64]) == 5
+    assert not Path(out).exists()
+    assert run([*words, "--require-signature", public, "--min-serial", "4"]) == 0
+    assert run(["verify-signature", out, "--key", public]) == 0
+    registry.push(both, f"{name}:2", insecure=True)
+    words[1] = f"{name}:2"
+    assert run([*words, "--require-signature", public]) == 11
+
+
+def test_records_of_a_single_target_travel(store: Store, tmp_path: Path) -> None:
+    """With one target the artifact keeps its digest, verification and signature."""
+    one = golden.write(tmp_path / "artifact")
+    golden.write_verification(one, {golden.TARGET: golden.verified()})
+    reference = f"{store.address}/one:1"
+    registry.push(one, reference, insecure=True)
+    out = registry.pull(
+        reference, tmp_path / "out", target=golden.TARGET, insecure=True
+    )
+    assert out.digest == one.digest
+    assert (tmp_path / "out.verified.json").is_file()
+
+
+def test_no_registry(both: Artifact, tmp_path: Path) -> None:
+    """Nobody listens; nothing under this name; no name: each is said."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ResourceError, match=nobody):
+            registry.push(both, f"{nobody}/m:1", insecure=True)
+    with pytest.raises(ConfigError):
+        registry.pull("", tmp_path / "a", insecure=True)
+
+
+def test_unknown_tag(store: Store, tmp_path: Path) -> None:
+    """The registry's answer is in the message."""
+    with pytest.raises(ResourceError, match="404"):
+        registry.pull(f"{store.address}/m:1", tmp_path / "a", insecure=True)
+
+
+def test_without_the_package(both: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra."""
+    import sys
+
+    monkeypatch.setitem(sys.modules, "oras.client", None)
+    with pytest.raises(ResourceError) as caught:
+        registry.push(both, "127.0.0.1:1/m:1")
+    assert "compilekit[oci]" in caught.value.hint
+
+
+CONFIG = """\
+version: 0.1
+storage: {filesystem: {rootdirectory: %s}}
+http: {addr: "127.0.0.1:%d"}
+"""
+
+
+@pytest.mark.skipif(
+    shutil.which("docker-registry") is None, reason="docker-registry isn't installed"
+)
+def test_debians_registry(both: Artifact, tmp_path: Path) -> None:
+    """A real registry gives back what it took, unless a blob changed on its disk."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    storage, config = tmp_path / "storage", tmp_path / "config.yml"
+    config.write_text(CONFIG % (storage, port))
+    server = subprocess.Popen(
+        ["docker-registry", "serve", str(config)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(port)
+        reference = f"127.0.0.1:{port}/team/model:1"
+        made = registry.push(both, reference, insecure=True)
+        out = registry.pull(reference, tmp_path / "a", target=V4, insecure=True)
+        layer = next(one for one in made.layers if one.target == V4)
+        assert out.digest == layer.digest
+        by_digest = re.sub(":1$", f"@{made.manifest}", reference)
+        again = registry.pull(by_digest, tmp_path / "b", target=V4, insecure=True)
+        assert again.digest == out.digest
+        name = layer.layer.removeprefix("sha256:")
+        blob = next(storage.rglob(f"{name}/data"))
+        data = bytearray(blob.read_bytes())
+        data[len(data) // 2] ^= 1
+        blob.write_bytes(data)
+        with pytest.raises(DigestError):
+            registry.pull(reference, tmp_path / "c", target=V4, insecure=True)
+        assert not (tmp_path / "c").exists()
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(port: int) -> None:
+    """Until the registry answers."""
+    for _ in range(200):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/"):
+                return
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("the registry doesn't answer")
