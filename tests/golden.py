@@ -170,11 +170,19 @@ def parts() -> Manifest:
                 "kind": "cpu",
                 "machine": "x86_64",
                 "march": "x86-64-v3",
+                "simd_width": 256,
+                "features": ["avx2", "fma"],
+                "aten_capability": "AVX2",
+                "device": {},
                 "factors": {"glibc": "2.17", "libstdcxx": "3.4.19"},
             }
         },
         entries={"forward": ManifestEntry(("b", "s"), BUCKETS)},
-        factors={"torch.version": "2.13.0", "torch.cuda": None, "python": "3.11"},
+        factors={
+            "torch.version": "2.13.0",
+            "torch.cuda": None,
+            "python.version": "3.11",
+        },
     )
 
 

@@ -356,7 +356,7 @@ def test_written_artifact_reads_back(tmp_path: Path) -> None:
     assert artifact.manifest.factors_for(golden.TARGET) == {
         "torch.version": "2.13.0",
         "torch.cuda": None,
-        "python": "3.11",
+        "python.version": "3.11",
         "glibc": "2.17",
         "libstdcxx": "3.4.19",
     }

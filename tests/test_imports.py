@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import golden
 import pytest
 
 import compilekit
@@ -82,3 +83,25 @@ def test_help_is_instant() -> None:
         )
     # 0.11 s on an idle core (click alone 0.05); a busy one's caches are cold.
     assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize(
+    "line", [["check"], ["load"], ["load", "--require", "program"]]
+)
+def test_a_preflight_for_a_cpu_imports_no_torch(line: list[str]) -> None:
+    """The command that is started pays for torch; its preflight needn't."""
+    program = (
+        "import sys\n"
+        "from compilekit.cli import run\n"
+        "code = run(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules\n"
+        "print('code', code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, line[0], str(golden.ARTIFACT), *line[1:]],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # The golden artifact is for one Python and one torch.
+    assert "code 0" in done.stdout or "code 6" in done.stdout, done.stderr

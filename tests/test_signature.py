@@ -35,7 +35,7 @@ from compilekit.errors import (
     SignatureError,
 )
 from compilekit.runtime import kernelfile, program
-from compilekit.runtime.attach import open_required
+from compilekit.runtime.requirements import open_required
 from compilekit.trust import policy, signature
 from compilekit.trust.places import why_writable
 from compilekit.trust.policy import Trust, open_trusted

@@ -72,7 +72,7 @@ def load(
     alone: the preflight goes to stderr. Without COMMAND the preflight is all that
     happens.
     """
-    from compilekit.runtime import attach
+    from compilekit.runtime import requirements
     from compilekit.runtime.check import check, choose_target
     from compilekit.runtime.check import refuse as refuse_misfit
 
@@ -81,12 +81,12 @@ def load(
         environment(artifact, require, on_uncovered, receipt, metrics)
         | trust_environment(expect_digest, require_signature, min_serial)
     )
-    opened = attach.open_required(artifact)
-    required = attach.requirements(require)
+    opened = requirements.open_required(artifact)
+    required = requirements.requirements(require)
     misfit = f"artifact {opened.root} doesn't fit this machine"
     warnings = refuse_misfit(misfit, check(opened))
     target = choose_target(opened)
-    attach.check_requirements(required, opened, target)
+    requirements.check_requirements(required, opened, target)
     staged = None
     if "cache" in opened.manifest.routes:
         from compilekit.runtime import restore

@@ -5,20 +5,22 @@ The table of factors and verdicts is in docs/factors.md.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from compilekit import targets
 from compilekit._torch.versions import minor
 from compilekit.artifact import Artifact, open_artifact
 from compilekit.errors import Mismatch, MismatchError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check(
@@ -62,7 +64,7 @@ def refuse(what: str, mismatches: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
 def _versions(artifact: Artifact) -> list[Mismatch]:
     found = []
     factors = artifact.manifest.factors
-    built, here = str(factors["torch.version"]), torch.__version__.partition("+")[0]
+    built, here = str(factors["torch.version"]), _installed("torch").partition("+")[0]
     if built != here:
         same_minor = minor(built) == minor(here)
         found.append(
@@ -105,6 +107,7 @@ def _versions(artifact: Artifact) -> list[Mismatch]:
 
 
 def _installed(package: str) -> str:
+    """Its version, without an import: torch's takes a second."""
     module = sys.modules.get(package)
     if module is not None:
         # Reading the package's metadata takes 3 ms.
@@ -279,13 +282,22 @@ def _offered_symbols(library: str) -> str:
         name, number = platform.libc_ver()
         return number if name == "glibc" else ""
     pattern = re.compile(rf"{library.upper()}_(\d+(?:\.\d+)+)\0".encode())
-    path = _loaded_library("libstdc++.so")
+    path = _loaded_library("libstdc++.so") or _load_libstdcxx()
     if path is None:
         return ""
     versions = {
         _numbers(match.decode()) for match in pattern.findall(path.read_bytes())
     }
     return ".".join(map(str, max(versions))) if versions else ""
+
+
+def _load_libstdcxx() -> Path | None:
+    """As torch will find it, in a process that hasn't loaded torch."""
+    try:
+        ctypes.CDLL("libstdc++.so.6")
+    except OSError:
+        return None
+    return _loaded_library("libstdc++.so")
 
 
 def _loaded_library(name: str) -> Path | None:
@@ -299,8 +311,10 @@ def _loaded_library(name: str) -> Path | None:
 
 def describe_machine(kind: str = "cpu") -> dict[str, Any]:
     """What this machine is, in the words of the factor table."""
+    import torch
+
     described = {
-        "torch.version": torch.__version__,
+        "torch.version": _installed("torch"),
         "python.version": platform.python_version(),
         "machine": targets.machine(),
         "threads": torch.get_num_threads(),

@@ -27,17 +27,17 @@ from compilekit._torch.runtime import compiled_frames
 from compilekit.artifact import Artifact
 from compilekit.artifact.cache import Cache, blob_path, cache_from_json, cache_path
 from compilekit.errors import ArtifactError, AttachError, Mismatch, PolicyError
-from compilekit.runtime.attach import (
-    carry_exit_codes,
-    check_requirements,
-    open_required,
-    requirements,
-)
+from compilekit.runtime.attach import carry_exit_codes
 from compilekit.runtime.cache_check import cache_mismatches
 from compilekit.runtime.cache_receipt import CacheReceipt
 from compilekit.runtime.check import check, choose_target, refuse
 from compilekit.runtime.reasons import Stored, explain_miss, explain_settings
 from compilekit.runtime.receipt import Route
+from compilekit.runtime.requirements import (
+    check_requirements,
+    open_required,
+    requirements,
+)
 from compilekit.runtime.stage import bind, stage, work_directory
 
 # Programs that compile; torch's own worker processes are Python's.
