@@ -306,13 +306,20 @@ def test_a_model_that_eager_can_not_run_ends_the_bench(
         start(small("broken"), "eager")
 
 
-@pytest.mark.slow
-def test_every_row_starts_and_equals_eager(small: Callable[..., Config]) -> None:
-    """All eight rows run; only those that claim to need a compiler start one."""
-    result = start(small(), *startup.ROWS)
-    assert {row.name: row.error for row in result.rows} == dict.fromkeys(
-        startup.ROWS, ""
-    )
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(("eager", "mega+kernels", "compilekit"), marks=pytest.mark.slow),
+        pytest.param(tuple(startup.ROWS), marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
+    ids=["some", "all"],
+)
+def test_every_row_starts_and_equals_eager(
+    small: Callable[..., Config], rows: tuple[str, ...]
+) -> None:
+    """All rows run; only those that claim to need a compiler start one."""
+    result = start(small(), *rows)
+    assert {row.name: row.error for row in result.rows} == dict.fromkeys(rows, "")
     for row in result.rows:
         (found,) = row.samples
         assert found.max_abs_diff < 1e-5
@@ -322,7 +329,7 @@ def test_every_row_starts_and_equals_eager(small: Callable[..., Config]) -> None
         ships = row.name not in ("eager", "cold")
         assert (row.shipped_bytes > 0, row.build_seconds is not None) == (ships, ships)
     assert result.row("compilekit").samples[0].compiler_modules == ()
-    for name in ("moved", "mega", "mega+kernels"):
+    for name in {"moved", "mega", "mega+kernels"} & {*rows}:
         (found,) = result.row(name).samples
         assert found.counters["fxgraph_cache_hit"] == 2
     ready = {row.name: row.ready_ms for row in result.rows}
@@ -446,6 +453,7 @@ def test_growth_writes_configurations_that_load(
 
 @quiet_inductor
 @pytest.mark.slow
+@pytest.mark.long
 def test_growth_measures_each_point(tmp_path: Path) -> None:
     """A short kernels line: more blocks bring more kernels, each number is real."""
     out = tmp_path / "growth.json"

@@ -831,7 +831,7 @@ print(sorted(tops - sys.stdlib_module_names - {"compilekit", "__main__"}))
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": str(Path(config_module.__file__).parents[1])},
+        env={"PYTHONPATH": str(Path(config_module.__file__).parents[2])},
     )
     assert done.stdout.strip() == "[]"
 
@@ -842,7 +842,7 @@ def test_dtypes_are_torch_dtypes() -> None:
 
     for name in INPUT_DTYPES:
         dtype = getattr(torch, name)
-        low, high = config_module._RANGES[name]
+        low, high = config_module.RANGES[name]
         if dtype is torch.bool:
             continue
         info = (

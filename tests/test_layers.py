@@ -45,7 +45,7 @@ def layer(path: Path) -> str:
         return RUNTIME
     if parts[0] in ("compiler", "bench", "_torch"):
         return COMPILER
-    if len(parts) == 1 or parts[0] in ("artifact", "targets"):
+    if len(parts) == 1 or parts[0] in ("artifact", "config", "targets"):
         return STANDARD_LIBRARY
     raise AssertionError(f"no layer for {path}: name one here")
 

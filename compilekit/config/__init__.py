@@ -1,0 +1,67 @@
+"""The configuration file, as frozen dataclasses.
+
+`load` reads ``compilekit.toml`` and refuses every unknown key with its line and the
+nearest right name. `records` is what comes out, `rules` what a file may hold, `read`
+goes through the tables, `problems` checks one value, `lines` knows where it stands.
+
+Standard library only: reading a configuration is instant.
+"""
+
+from compilekit.config.lines import KeyPath, key_lines
+from compilekit.config.problems import Problem, is_function
+from compilekit.config.read import check_options, load
+from compilekit.config.records import (
+    BuildConfig,
+    CompileConfig,
+    Config,
+    EntryConfig,
+    GatesConfig,
+    InputConfig,
+    ModelConfig,
+    OutputConfig,
+    Scalar,
+    ServeConfig,
+    VerifyConfig,
+)
+from compilekit.config.rules import (
+    FORCED_OPTIONS,
+    GRAD_MODES,
+    INPUT_DTYPES,
+    MATH_ATTENTION,
+    MODEL_DTYPES,
+    MODES,
+    ON_UNCOVERED,
+    OVER_LENGTH,
+    RANGES,
+    ROUTES,
+)
+
+__all__ = [
+    "FORCED_OPTIONS",
+    "GRAD_MODES",
+    "INPUT_DTYPES",
+    "MATH_ATTENTION",
+    "MODEL_DTYPES",
+    "MODES",
+    "ON_UNCOVERED",
+    "OVER_LENGTH",
+    "RANGES",
+    "ROUTES",
+    "BuildConfig",
+    "CompileConfig",
+    "Config",
+    "EntryConfig",
+    "GatesConfig",
+    "InputConfig",
+    "KeyPath",
+    "ModelConfig",
+    "OutputConfig",
+    "Problem",
+    "Scalar",
+    "ServeConfig",
+    "VerifyConfig",
+    "check_options",
+    "is_function",
+    "key_lines",
+    "load",
+]

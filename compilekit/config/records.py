@@ -1,0 +1,159 @@
+"""What a configuration says, as frozen dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+Scalar = bool | int | float | str
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """``[model]``: what is compiled.
+
+    Attributes:
+        source: ``hf:DIR-OR-ID`` or ``package.module:factory``.
+        dtype: Parameter dtype, e.g. ``float32``; empty = the checkpoint's own.
+        model_class: Class in ``transformers``; empty = the config's architecture
+            (TOML key ``class``).
+        config: Values laid over the Hugging Face ``config.json``.
+    """
+
+    source: str
+    dtype: str = ""
+    model_class: str = ""
+    config: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class InputConfig:
+    """``[entries.NAME.inputs.PATH]``: one tensor that a call passes in.
+
+    Attributes:
+        shape: Axis names and fixed sizes, e.g. ``("b", "s")`` or
+            ``("b", 3, 224, 224)``.
+        dtype: torch dtype name, e.g. ``int64``.
+        pad: Value that fills up to the bucket; None = only exact shapes are accepted.
+        default: Value that fills the whole (unpadded) input when a call leaves it out;
+            None = the input is required.
+        low: Smallest sample value that verify and bench draw.
+        high: Exclusive upper bound of samples; None = 1.0 for floats (normal draw),
+            2 for integers unless the model's vocabulary is known.
+    """
+
+    shape: tuple[str | int, ...]
+    dtype: str
+    pad: bool | int | float | None = None
+    default: bool | int | float | None = None
+    low: int | float = 0
+    high: int | float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputConfig:
+    """``[entries.NAME.outputs.PATH]``: dimension → axis whose real size it's cut to."""
+
+    cut: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryConfig:
+    """``[entries.NAME]``: one callable that is compiled.
+
+    Attributes:
+        name: The entry's name.
+        method: Method of the model that is compiled; the entry's name by default.
+        inputs: Argument path (``input_ids``, ``batch["x"]``, ``state.h``) → tensor.
+        outputs: Output path → cut rule.
+        kwargs: Fixed keyword arguments, baked into the graph (``use_cache = false``).
+        example: ``package.module:function`` that makes the keyword arguments for one
+            bucket, for inputs that dicts and lists can't express (dataclasses):
+            ``function(axes: dict[str, int]) -> dict[str, object]``; empty = built
+            from ``inputs``.
+        warmup: ``package.module:function`` that calls ``torch.compile`` itself, for
+            the cache route: ``function(axes: dict[str, int])`` runs what one bucket
+            needs and returns outputs to compare; empty = the method is compiled.
+        grad: Mode that the cache route compiles the method in: ``off``
+            (``torch.no_grad``) or ``inference`` (``torch.inference_mode``).
+    """
+
+    name: str
+    method: str
+    inputs: Mapping[str, InputConfig]
+    outputs: Mapping[str, OutputConfig] = dataclasses.field(default_factory=dict)
+    kwargs: Mapping[str, Scalar | None] = dataclasses.field(default_factory=dict)
+    example: str = ""
+    warmup: str = ""
+    grad: str = "off"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileConfig:
+    """``[compile]``: Inductor's mode and options; ``threads`` 0 = any thread count."""
+
+    mode: str = "default"
+    fullgraph: bool = True
+    threads: int = 0
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatesConfig:
+    """``[gates]``: graph breaks allowed, and what to do about math attention."""
+
+    graph_breaks: int = 0
+    math_attention: str = "warn"
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyConfig:
+    """``[verify]``: tolerances against eager; ``weights`` = real ones, "" = random.
+
+    Attributes:
+        atol: Absolute tolerance; None = by dtype.
+        rtol: Relative tolerance; None = by dtype.
+        weights: Directory for ``from_pretrained``; empty = random, seeded.
+    """
+
+    atol: float | None = None
+    rtol: float | None = None
+    weights: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildConfig:
+    """``[build]``: targets, routes, and how many jobs run beside each other."""
+
+    targets: tuple[str, ...] = ("native",)
+    routes: tuple[str, ...] = ("program",)
+    jobs: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """``[serve]``: defaults that the artifact carries for ``attach``."""
+
+    on_uncovered: str = "error"
+    over_length: str = "error"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole configuration.
+
+    Attributes:
+        path: The file it came from; relative paths in it are relative to its folder.
+        axes: Axis name → sizes, in the order of the file.
+    """
+
+    path: Path
+    model: ModelConfig
+    axes: Mapping[str, tuple[int, ...]]
+    entries: Mapping[str, EntryConfig]
+    compile: CompileConfig = CompileConfig()
+    gates: GatesConfig = GatesConfig()
+    verify: VerifyConfig = VerifyConfig()
+    build: BuildConfig = BuildConfig()
+    serve: ServeConfig = ServeConfig()
