@@ -19,13 +19,15 @@ import golden
 import pytest
 import torch
 
+import compilekit
 from compilekit.artifact import archive, open_artifact
 from compilekit.artifact.program import KernelRef
 from compilekit.errors import AttachError, ResourceError
 from compilekit.runtime import check, cuda, model
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "compilekit"
+# Where it is installed: the wheel is tested without the source tree.
+PACKAGE = Path(compilekit.__file__).parent
 ROWS = [
     line.split(" | ")
     for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
