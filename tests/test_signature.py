@@ -60,6 +60,8 @@ def make_keys(folder: Path, name: str = "release") -> tuple[Path, Path]:
     public.write_bytes(
         key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     )
+    # Whatever the umask: a key that others can write is refused.
+    os.chmod(public, 0o644)
     return private, public
 
 
@@ -216,6 +218,7 @@ def test_keys_take_over(signed: Artifact, tmp_path: Path) -> None:
     signature.sign(signed, private, 8)
     both = tmp_path / "both.pub"
     both.write_bytes((tmp_path / "release.pub").read_bytes() + new.read_bytes())
+    os.chmod(both, 0o644)
     for file, serial in ((tmp_path / "release.pub", 7), (new, 8), (both, 8)):
         open_trusted(signed.root, Trust(key_file=str(file), min_serial=serial))
     refused(signed.root, tmp_path / "release.pub", min_serial=8)

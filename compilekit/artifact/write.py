@@ -284,18 +284,18 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; it takes the place of `path` at the end.
+    """A name to write to, whose file takes the place of `path` at the end.
 
-    A file that an error or a kill interrupted never has that name.
+    A file that an error or a kill interrupted never has that name; what a killed
+    process left is removed by the next one.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}{PART}")
-    try:
+    _recover(path)
+    with _staging(path) as staging:
+        part = staging / path.name
         yield part
         sync(part)
         os.replace(part, path)
         sync(path.parent)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -1,0 +1,244 @@
+"""docs/faults.md names tests that exist; and the kinds of fault no other file tests."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import golden
+import pytest
+import torch
+
+import compilekit
+from compilekit.artifact import archive, open_artifact
+from compilekit.artifact.program import KernelRef
+from compilekit.errors import AttachError, ResourceError
+from compilekit.runtime import check, cuda, model
+
+ROOT = Path(__file__).parents[1]
+# Where it is installed: the wheel is tested without the source tree.
+PACKAGE = Path(compilekit.__file__).parent
+ROWS = [
+    line.split(" | ")
+    for line in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8").splitlines()
+    if re.match(r"\| \d", line)
+]
+
+
+def test_every_row_is_there() -> None:
+    """32 kinds of fault; a row without a test says that it is open."""
+    assert [int(row[0].strip("| ")) for row in ROWS] == list(range(1, 33))
+    assert all("`" in row[3] or "*open*" in row[2] for row in ROWS)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("| "))
+def test_the_tests_of_a_row_exist(row: list[str]) -> None:
+    """Each name is a test function of that file."""
+    for name in re.findall(r"`([^`]+)`", row[3]):
+        file, _, function = name.partition("::")
+        tree = ast.parse((ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8"))
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert function in names, name
+
+
+def variables(path: Path) -> set[str]:
+    """Names of environment variables in a module: constants that look like one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"_?[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", node.value)
+    }
+
+
+def test_the_runtime_reads_its_own_variables_only() -> None:
+    """A pod's address or a cache's place can't change what a start does."""
+    found = set()
+    for folder in ("runtime", "artifact", "trust", "targets"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            found |= {name for name in variables(path) if "environ" in path.read_text()}
+    assert {name for name in found if not name.startswith("COMPILEKIT_")} <= {
+        # Set for a moment while a kernel is loaded, then put back.
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    }
+    assert "COMPILEKIT_ARTIFACT" in found
+
+
+UNPACK = (
+    "import sys; from compilekit.artifact.archive import unpack; unpack(*sys.argv[1:])"
+)
+
+
+def unpacking(file: Path, out: Path) -> subprocess.Popen[str]:
+    """A process that unpacks."""
+    command = [sys.executable, "-c", UNPACK, str(file), str(out)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_many_unpack_into_one_place(tmp_path: Path) -> None:
+    """Six replicas share a volume: all succeed, and one whole artifact is left."""
+    packed = archive.pack(open_artifact(golden.ARTIFACT), tmp_path / "a.tar")
+    out = tmp_path / "volume" / "artifact"
+    processes = [unpacking(packed.file, out) for _ in range(6)]
+    errors = [process.communicate()[1] for process in processes]
+    assert [p.returncode for p in processes] == [0] * 6, errors
+    assert open_artifact(out).digest == packed.digest
+    left = sorted(path.name for path in out.parent.iterdir())
+    assert left == ["artifact", "artifact.verified.json"]
+
+
+def test_killed_unpack_leaves_nothing_or_all(tmp_path: Path) -> None:
+    """kill -9 at twelve moments; the next one cleans up after all of them."""
+    packed = archive.pack(open_artifact(golden.ARTIFACT), tmp_path / "a.tar")
+    out, chance = tmp_path / "volume" / "artifact", random.Random(12)
+    for _ in range(12):
+        process = unpacking(packed.file, out)
+        time.sleep(chance.uniform(0.02, 0.25))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        if out.exists():
+            assert open_artifact(out).digest == packed.digest
+            shutil.rmtree(out)
+    archive.unpack(packed.file, out)
+    left = sorted(path.name for path in out.parent.iterdir())
+    assert left == ["artifact", "artifact.verified.json"]
+
+
+def test_disk_full_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a write fails, the artifact before is whole and nothing else is left."""
+    packed = archive.pack(open_artifact(golden.ARTIFACT), tmp_path / "a.tar")
+    out = tmp_path / "volume" / "artifact"
+    before = golden.write_artifact(out, golden.parts(), golden.variant(1))
+    real, calls, failures = os.fsync, 0, 0
+    limit, message = 0, ""
+
+    def failing(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > limit:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for limit in range(200):  # noqa: B007 (read by `failing`)
+        calls = 0
+        try:
+            archive.unpack(packed.file, out)
+        except ResourceError as error:
+            failures, message = failures + 1, error.message
+            staged = [p for p in out.parent.iterdir() if p.name.startswith(".")]
+            assert staged == []
+            assert open_artifact(out).digest in (before.digest, packed.digest)
+        else:
+            break
+    assert failures > 10
+    assert "No space left" in message
+    assert open_artifact(out).digest == packed.digest
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8", "POSIX"])
+def test_any_path_in_any_locale(locale: str, tmp_path: Path) -> None:
+    """Spaces, umlauts and bytes that are no UTF-8: packed, unpacked and looked at."""
+    for name in ("größe und 模型".encode(), b"latin-\xe9"):
+        place = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        place.mkdir()
+        root, file, out = place / "a b", place / "a.tar", place / "c"
+        shutil.copytree(golden.ARTIFACT, root)
+        code = (
+            "import sys; from compilekit.cli import run\n"
+            "a, f, o = sys.argv[1:]\n"
+            "print([run(['pack', a, '-o', f]), run(['unpack', f, '-o', o]),"
+            " run(['inspect', o]), run(['inspect', o + 'x', '--json'])])"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(root), str(file), str(out)],
+            env={**os.environ, "LC_ALL": locale, "PYTHONUTF8": "0"},
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.rstrip().endswith(b"[0, 0, 0, 5]"), done.stdout
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "factors"), [(9, 0, []), (8, 9, ["gpu.compute_capability"])]
+)
+def test_a_gpus_name_does_not_matter(
+    major: int, minor: int, factors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A longer name of the same architecture fits, another architecture doesn't."""
+    here = SimpleNamespace(name="NVIDIA H200 141GB HBM3e", major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
+    built = {"name": "NVIDIA H200", "major": 9, "minor": 0}
+    assert [item.factor for item in check._gpu("nvidia-h200", built)] == factors
+
+
+def test_a_cubin_that_the_driver_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names kernel, device and the driver's reason; memory or disk alike."""
+    digest = golden.canonical.sha256(b"cubin")
+    files = {**golden.files(), f"kernels/{digest}.cubin": b"cubin"}
+    artifact = golden.write_artifact(tmp_path / "artifact", golden.parts(), files)
+    seen = []
+
+    def refuse(path: str, *_: Any) -> int:
+        seen.append(Path(path).read_bytes())
+        raise RuntimeError("device kernel image is invalid")
+
+    monkeypatch.setattr(cuda, "load_cubin", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    kernel = KernelRef(digest, digest, {"symbol": "k", "shared": 0})
+    for from_memory in (False, True):
+        artifact.from_memory = from_memory
+        with pytest.raises(AttachError, match="NVIDIA H200: device kernel") as caught:
+            cuda._function(artifact, kernel, 0)
+        assert f"artifact/kernels/{digest}.cubin" in caught.value.message
+        assert "driver older" in caught.value.hint
+    assert seen == [b"cubin", b"cubin"]
+
+
+def operator_mismatches(name: str, schema: str, module: str = "") -> list[str]:
+    """What an entry that calls this operator finds here."""
+    entry = golden.entry()._replace(
+        custom_ops={name: {"module": module, "schema": schema}}
+    )
+    return [f"{m.factor}: {m.here}" for m in model._custom_ops(entry)]
+
+
+def test_a_custom_operator_that_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A declaration of what it writes was corrected: the old program is refused."""
+    (tmp_path / "late_operators.py").write_text(
+        "import torch\n"
+        "library = torch.library.Library('compilekit_faults', 'DEF')\n"
+        "library.define('fill(Tensor(a!) x) -> ()')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    name, right = (
+        "compilekit_faults::fill",
+        "compilekit_faults::fill(Tensor(a!) x) -> ()",
+    )
+    assert operator_mismatches(name, right) == [f"operator {name}: no such operator"]
+    assert operator_mismatches(name, right, "late_operators") == []
+    assert operator_mismatches(name, right.replace("(a!)", "")) == [
+        f"operator {name}: {right}"
+    ]
