@@ -289,9 +289,9 @@ def replacing(path: Path) -> Iterator[Path]:
     A file that an error or a kill interrupted never has that name; what a killed
     process left is removed by the next one.
     """
-    _recover(path)
-    with _staging(path) as staging:
-        part = staging / path.name
+    recover(path)
+    with staging(path) as folder:
+        part = folder / path.name
         yield part
         sync(part)
         os.replace(part, path)
