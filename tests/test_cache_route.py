@@ -348,6 +348,8 @@ def test_a_training_step_is_restored_without_a_compiler(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "compilekit", "--json", "build", str(config)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment["COMPILEKIT_WORK_DIR"] = str(tmp_path / "work")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        environment.pop(name, None)
     built = subprocess.run(
         [*command, "-o", str(tmp_path / "built"), "--no-verify", "-j", "2"],
         env=environment,

@@ -243,6 +243,7 @@ def test_interrupt_of_a_process(tmp_path: Path) -> None:
     """A real SIGINT to a real process ends with 130 and no traceback."""
     code = (
         "import os, signal, sys, compilekit.targets as t\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "t.load_target = lambda name: os.kill(os.getpid(), signal.SIGINT)\n"
         "from compilekit.cli import run\n"
         "sys.exit(run(['target', 'show', 'native']))"

@@ -15,6 +15,14 @@ pytestmark = pytest.mark.slow
 
 CONFIG = Path(__file__).parent / "serving" / "compilekit.toml"
 
+# What runs in a shell's background ignores Ctrl-C, and so do its children.
+MAIN = (
+    "import signal\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from compilekit.__main__ import main\n"
+    "main()\n"
+)
+
 
 def workers(temporary: Path) -> list[int]:
     """Processes that work in a folder, by their environment."""
@@ -47,7 +55,7 @@ def test_a_build_that_is_stopped(
     temporary.mkdir()
     out = tmp_path / "artifacts" / "out"
     process = subprocess.Popen(
-        [sys.executable, "-m", "compilekit", "--plain", "build", CONFIG, "-o", out],
+        [sys.executable, "-c", MAIN, "--plain", "build", CONFIG, "-o", out],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
