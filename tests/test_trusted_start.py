@@ -15,7 +15,7 @@ from test_signature import make_keys
 from compilekit.artifact import archive, open_artifact
 from compilekit.trust import signature
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 START = """
 import torch, compilekit
