@@ -53,17 +53,27 @@ def buckets(config: Config, entry_name: str) -> tuple[Bucket, ...]:
     """Every bucket of an entry, in configuration order.
 
     One for each combination of sizes of the axes that the entry's inputs use; the
-    last axis changes fastest. A warm-up gets all axes.
+    last axis changes fastest. A warm-up gets all axes, and a piece of a prompt the
+    smallest cache that holds it; the largest too if prompts are taken in pieces.
     """
     entry = config.entries[entry_name]
     used: set[str | int] = {a for rule in entry.inputs.values() for a in rule.shape}
     if entry.warmup:
         used |= config.axes.keys()
     axes = [axis for axis in config.axes if axis in used]
-    return tuple(
-        bucket(dict(zip(axes, sizes, strict=True)))
+    sized = (
+        dict(zip(axes, sizes, strict=True))
         for sizes in itertools.product(*(config.axes[axis] for axis in axes))
     )
+    if entry.role == "prefill":
+        sized = (s for s in sized if s["c"] in _prompt_caches(config, s["s"]))
+    return tuple(bucket(sizes) for sizes in sized)
+
+
+def _prompt_caches(config: Config, length: int) -> set[int]:
+    caches = config.axes["c"]
+    chosen = {min(size for size in caches if size >= length)}
+    return chosen | {max(caches)} if config.serve.over_length == "chunk" else chosen
 
 
 def bucket(axes: Mapping[str, int]) -> Bucket:

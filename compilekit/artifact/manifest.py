@@ -67,6 +67,7 @@ class Serve(NamedTuple):
 
     on_uncovered: str = "error"
     over_length: str = "error"
+    cuda_graphs: bool = True
 
 
 class Manifest(NamedTuple):

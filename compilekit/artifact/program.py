@@ -103,6 +103,9 @@ class Entry(NamedTuple):
         mutates_model: True if any bucket writes a parameter or buffer.
         custom_ops: ``namespace::name`` of an operator outside torch → ``module`` that
             registers it and its ``schema``.
+        role: ``prefill`` or ``decode`` for a step of a causal language model, whose
+            arguments docs/generate.md describes; empty for a method of the model.
+        output: ``module:qualname`` of what such a model's forward returns.
         layout: Reserved: rank, world size, tensor subclasses, adapters.
     """
 
@@ -122,6 +125,8 @@ class Entry(NamedTuple):
     training: bool = False
     mutates_model: bool = False
     custom_ops: Mapping[str, Mapping[str, str]] = {}
+    role: str = ""
+    output: str = ""
     layout: Mapping[str, Any] = {}
     schema: int = SCHEMA
 

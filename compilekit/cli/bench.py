@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -239,8 +239,144 @@ def bucket_table(result: StartupResult) -> Table | None:
     )
 
 
+@click.command(
+    cls=Command,
+    example="compilekit bench throughput compilekit.toml artifact --out rows.json",
+)
+@config_argument
+@click.argument("artifact", type=PATH, metavar="ARTIFACT")
+@click.option(
+    "--strategies",
+    metavar="NAMES",
+    help="Strategies, separated by commas; all of them otherwise.",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=1),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long one strategy may take.",
+)
+@click.option(
+    "--calls",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Timed prefills, and rounds of decode steps.",
+)
+@click.option(
+    "--new-tokens",
+    type=click.IntRange(min=0),
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Tokens that generate makes; 0 leaves it out.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(("cuda", "cpu")),
+    help="Where to measure; a GPU if there is one otherwise.",
+)
+@weights_option("Real weights, instead of random ones.")
+@click.option(
+    "--out",
+    type=PATH,
+    default=Path("throughput.json"),
+    show_default=True,
+    metavar="FILE",
+    help="Raw numbers; what is there already isn't measured again.",
+)
+@click.pass_obj
+def throughput(
+    console: Console,
+    config: Path,
+    artifact: Path,
+    strategies: str | None,
+    deadline: float,
+    calls: int,
+    new_tokens: int,
+    device: str | None,
+    weights: str | None,
+    out: Path,
+) -> Report:
+    """Measure how fast a language model is served, by strategy.
+
+    The strategies are eager, torch.compile in its four modes, and compilekit with and
+    without CUDA graphs, each in a fresh process. The configuration needs [generate].
+    """
+    from compilekit.bench import throughput as bench
+    from compilekit.config import load
+
+    chosen = bench.STRATEGIES
+    if strategies is not None:
+        chosen = tuple(name.strip() for name in strategies.split(",") if name.strip())
+    result = bench.run(
+        load(config),
+        artifact=artifact,
+        out=out,
+        strategies=chosen,
+        device=device or "",
+        deadline=deadline,
+        calls=calls,
+        new_tokens=new_tokens,
+        weights=weights or "",
+        on_event=console.note,
+    )
+    return throughput_report(result, out)
+
+
+def throughput_report(result: dict[str, Any], out: Path) -> Report:
+    """Medians by strategy, each beside the part of the device's limit that it is."""
+    from compilekit.bench.throughput import LIMITS, figures
+
+    rows = [row for row in result["rows"] if row["strategy"] != LIMITS]
+    kinds = [("prefill", b) for b in result["batches"]]
+    kinds += [("decode", b) for b in result["batches"]]
+    table: list[tuple[Cell, ...]] = []
+    for row in rows:
+        if "error" in row:
+            blanks = [None] * (2 * len(kinds) + 1)
+            table.append((row["strategy"], Mark("failed", "bad"), *blanks))
+            continue
+        found = figures(result, row)
+        cells: list[Cell] = [row["strategy"], Seconds(row["ready_s"])]
+        for kind in kinds:
+            figure = found[kind]
+            cells += [Number(figure["ms"]), Number(100 * figure.get("of_limit", 0.0))]
+        generated = row.get("generate")
+        cells.append(Seconds(generated[-1]["seconds"]) if generated else None)
+        table.append(tuple(cells))
+    columns = ["strategy", "ready"]
+    for name, batch in kinds:
+        columns += [f"{name} b{batch} ms", "% of limit"]
+    columns.append("generate")
+    blocks: list[Block] = [
+        Table(
+            "throughput",
+            tuple(columns),
+            table,
+            note=(
+                f"{result['model']}: prompt {result['prompt']}, cache"
+                f" {result['cache']}; medians; limit = weights read once per decode"
+                " step, or the matrix rate for a prefill, measured on this device"
+            ),
+        )
+    ]
+    failed = [(row["strategy"], row["error"]) for row in rows if "error" in row]
+    if failed:
+        blocks.append(Table("failure", ("strategy", "why"), failed, tall=True))
+    blocks.append(Facts((("raw numbers", str(out)),)))
+    return Report(
+        result,
+        tuple(blocks),
+        exit_code=ResourceError.exit_code if failed else 0,
+    )
+
+
 bench = Commands(
     "bench",
     help="Measure, each number from a fresh process.",
-    sections={"Commands": (startup,)},
+    sections={"Commands": (startup, throughput)},
 )

@@ -508,7 +508,7 @@ def _pack(
         entries=entries,
         factors=factors.common_factors(config),
         routes=tuple(r for r in configuration.ROUTES if r in config.build.routes),
-        serve=Serve(config.serve.on_uncovered, config.serve.over_length),
+        serve=Serve(*dataclasses.astuple(config.serve)),
     )
     return write_artifact(out, parts_of_manifest, files, reports)
 

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -117,17 +117,9 @@ def compile_bucket(
     """
     dynamo.reset()
     began = time.perf_counter()
-    with _explained("the example call can't be made of fake tensors"):
-        kwargs = example_kwargs(
-            config,
-            entry,
-            bucket,
-            fake=fake_mode_of(model),
-            device=fake_device(target),
-        )
-    _refuse_signature(model, entry, kwargs)
-    function = convention.entry_function(entry.method)
-    with _ambient_kept():
+    call = _call(model, config, entry, bucket, fake_device(target))
+    entry, kwargs, function = call.entry, call.kwargs, call.function
+    with _ambient_kept(), call.around:
         captured = _capture(function, model, kwargs, target)
         places = convention.inputs(captured)
         asked: list[tuple[str, str]] = []
@@ -178,9 +170,7 @@ def compile_bucket(
             },
             externs=host.externs,
         ),
-        entry=_entry(
-            model, config, entry, target, kwargs, captured, places, lowered, host
-        ),
+        entry=_entry(model, config, call, target, captured, places, lowered, host),
         code=code,
         bytecode=_bytecode(code),
         kernels={name: lowered.kernels[body] for name, body in host.kernels.items()},
@@ -197,6 +187,52 @@ def compile_bucket(
     _refuse_unfit(model, compiled.entry)
     on_stage("harvest", time.perf_counter() - began)
     return compiled
+
+
+class _Call(NamedTuple):
+    """The call that one bucket is compiled from.
+
+    Attributes:
+        entry: The entry; one of ``[generate]``'s with the cache among its inputs.
+        kwargs: Fake arguments.
+        function: What is traced, as ``function(model, kwargs)``.
+        around: Held while it is traced.
+        output: See `Entry.output`.
+    """
+
+    entry: EntryConfig
+    kwargs: dict[str, Any]
+    function: Callable[..., Any]
+    around: contextlib.AbstractContextManager[None]
+    output: str = ""
+
+
+def _call(
+    model: torch.nn.Module,
+    config: Config,
+    entry: EntryConfig,
+    bucket: Bucket,
+    device: str,
+) -> _Call:
+    mode = fake_mode_of(model)
+    if entry.role:
+        # It imports transformers, which no other entry needs.
+        from compilekit.compiler import generate
+
+        with _explained("the model can't be run on fake tensors"):
+            causal = generate.describe(model)
+        return _Call(
+            entry=generate.with_cache(entry, causal),
+            kwargs=generate.example(config, entry, bucket, causal, mode, device),
+            function=generate.STEPS[entry.role],
+            around=generate.grouped(model),
+            output=causal.output,
+        )
+    with _explained("the example call can't be made of fake tensors"):
+        kwargs = example_kwargs(config, entry, bucket, fake=mode, device=device)
+    _refuse_signature(model, entry, kwargs)
+    function = convention.entry_function(entry.method)
+    return _Call(entry, kwargs, function, contextlib.nullcontext())
 
 
 def _refuse_signature(
@@ -478,14 +514,14 @@ def _refuse_unfit(model: torch.nn.Module, entry: Entry) -> None:
 def _entry(
     model: torch.nn.Module,
     config: Config,
-    entry: EntryConfig,
+    call: _Call,
     target: Target,
-    kwargs: Mapping[str, Any],
     captured: dynamo.Capture,
     places: tuple[convention.Place, ...],
     lowered: Lowered,
     host: HostCode,
 ) -> Entry:
+    entry, kwargs = call.entry, call.kwargs
     used_axes = {
         size
         for rule in entry.inputs.values()
@@ -517,6 +553,8 @@ def _entry(
         training=model.training,
         mutates_model=any(places[index].kind == "tensor" for index in lowered.mutated),
         custom_ops={name: operator_origin(name) for name in host.operators},
+        role=entry.role,
+        output=call.output,
     )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     from compilekit._torch.runtime import compiled_frames
     from compilekit.artifact import open_artifact
     from compilekit.compiler.compare import tolerance
-    from compilekit.compiler.models import build_real, example_kwargs
+    from compilekit.compiler.models import build_real
     from compilekit.runtime.attach import attach
 
     config = configuration.load(Path(spec["config"]))
@@ -76,18 +77,17 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     receipt = attach(
         model, artifact, entry=entry.name, require="program", on_uncovered="error"
     )
-    program = artifact.programs[(receipt.target, entry.name, bucket.name)]
-    padded = _padded(entry, bucket, program)
+    if entry.role:
+        from compilekit.compiler.generate_replay import step_check
+
+        check = step_check(model, twin, config, entry)
+    else:
+        program = artifact.programs[(receipt.target, entry.name, bucket.name)]
+        check = _call_check(model, twin, config, entry, program, device)
     for seed, threads in enumerate(spec["threads"]):
         torch.set_num_threads(threads)
-        kwargs = example_kwargs(config, entry, bucket, seed=seed, device=device)
-        difference = _compare_call(model, twin, config, entry, kwargs, seed)
+        difference = check(bucket, seed)
         message = difference.message
-        if padded is not None and not message:
-            kwargs = example_kwargs(config, entry, padded, seed=seed, device=device)
-            smaller = _compare_call(model, twin, config, entry, kwargs, seed)
-            if smaller.message:
-                message = f"padded from {padded.name}, {smaller.message}"
         compiles = compiled_frames() - frames
         if compiles and not message:
             message = f"{compiles} frames were compiled"
@@ -106,6 +106,33 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _call_check(
+    model: Any,
+    twin: Any,
+    config: Config,
+    entry: EntryConfig,
+    program: Program,
+    device: str,
+) -> Callable[[Bucket, int], Difference]:
+    """A function that replays a call of a bucket with a seed, whole and padded."""
+    from compilekit.compiler.models import example_kwargs
+
+    def check(bucket: Bucket, seed: int) -> Difference:
+        kwargs = example_kwargs(config, entry, bucket, seed=seed, device=device)
+        difference = _compare_call(model, twin, config, entry, kwargs, seed)
+        padded = _padded(entry, bucket, program)
+        if padded is None or difference.message:
+            return difference
+        kwargs = example_kwargs(config, entry, padded, seed=seed, device=device)
+        smaller = _compare_call(model, twin, config, entry, kwargs, seed)
+        if smaller.message:
+            message = f"padded from {padded.name}, {smaller.message}"
+            return dataclasses.replace(difference, message=message)
+        return difference
+
+    return check
 
 
 def _padded(entry: EntryConfig, bucket: Bucket, program: Program) -> Bucket | None:

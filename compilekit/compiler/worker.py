@@ -157,7 +157,8 @@ def _compile_all(
                 model, config, entry, job.bucket, target, on_stage
             )
             earlier = programs.setdefault(job.entry, [])
-            check_cuts(model, config, entry, compiled.program, earlier)
+            if not entry.role:
+                check_cuts(model, config, entry, compiled.program, earlier)
             earlier.append(compiled.program)
         except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
             emit(_failed(about, exc, began))

@@ -8,6 +8,7 @@ from typing import Any
 
 from compilekit import targets
 from compilekit.config.entries import read_entries
+from compilekit.config.generate import generate_entries, read_generate
 from compilekit.config.lines import KeyPath, key_lines
 from compilekit.config.problems import (
     File,
@@ -136,11 +137,15 @@ def _read_config(file: File, path: Path, data: Mapping[str, Any]) -> Config:
     check_keys(file, data, (), "")
     build = _read_build(file, data)
     axes = _read_axes(file, data)
+    made = read_generate(file, data, build.routes, _sizes)
+    entries = generate_entries() if made else {}
+    if "entries" in data or not made:
+        entries |= read_entries(file, data, axes, build.routes)
     return Config(
         path=path,
         model=_read_model(file, data),
-        axes=axes,
-        entries=read_entries(file, data, axes, build.routes),
+        axes=axes | made,
+        entries=entries,
         compile=_read_compile(file, data, build.routes),
         gates=_read_gates(file, data),
         verify=_read_verify(file, data),
@@ -278,11 +283,22 @@ def _read_build(file: File, data: Mapping[str, Any]) -> BuildConfig:
 def _read_serve(file: File, data: Mapping[str, Any]) -> ServeConfig:
     table = read_table(file, data, ("serve",), "serve")
     default = ServeConfig()
+    over_length = read_text(
+        file, table, ("serve", "over_length"), default.over_length, OVER_LENGTH
+    )
+    if "generate" not in data:
+        if over_length == "chunk":
+            message = "only [generate] can take an input in pieces"
+            file.report(("serve", "over_length"), message)
+        if "cuda_graphs" in table:
+            message = "only [generate]'s steps are replayed as graphs"
+            file.report(("serve", "cuda_graphs"), message)
     return ServeConfig(
         on_uncovered=read_text(
             file, table, ("serve", "on_uncovered"), default.on_uncovered, ON_UNCOVERED
         ),
-        over_length=read_text(
-            file, table, ("serve", "over_length"), default.over_length, OVER_LENGTH
+        over_length=over_length,
+        cuda_graphs=read_flag(
+            file, table, ("serve", "cuda_graphs"), default.cuda_graphs
         ),
     )

@@ -77,6 +77,8 @@ class EntryConfig:
             needs and returns outputs to compare; empty = the method is compiled.
         grad: Mode that the cache route compiles the method in: ``off``
             (``torch.no_grad``) or ``inference`` (``torch.inference_mode``).
+        role: ``prefill`` or ``decode`` for an entry that ``[generate]`` makes; empty =
+            one of the configuration's own.
     """
 
     name: str
@@ -87,6 +89,7 @@ class EntryConfig:
     example: str = ""
     warmup: str = ""
     grad: str = "off"
+    role: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +136,18 @@ class BuildConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-    """``[serve]``: defaults that the artifact carries for ``attach``."""
+    """``[serve]``: defaults that the artifact carries for ``attach``.
+
+    Attributes:
+        on_uncovered: What becomes of a call that no program covers.
+        over_length: What becomes of one that is longer than every bucket; ``chunk``
+            is for a prompt, which goes through ``[generate]``'s prefill in pieces.
+        cuda_graphs: Whether ``[generate]``'s steps are replayed as CUDA graphs.
+    """
 
     on_uncovered: str = "error"
     over_length: str = "error"
+    cuda_graphs: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

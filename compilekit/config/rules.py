@@ -7,7 +7,10 @@ from collections.abc import Mapping
 
 # What each table may hold; the loader refuses everything else.
 KEYS: Mapping[str, tuple[str, ...]] = {
-    "": ("model", "axes", "entries", "compile", "gates", "verify", "build", "serve"),
+    "": (
+        *("model", "axes", "entries", "generate", "compile", "gates", "verify"),
+        *("build", "serve"),
+    ),
     "model": ("source", "dtype", "class", "config"),
     "entries.*": (
         *("method", "inputs", "outputs", "kwargs", "example"),
@@ -15,19 +18,18 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     ),
     "entries.*.inputs.*": ("shape", "dtype", "pad", "default", "low", "high"),
     "entries.*.outputs.*": ("cut",),
+    "generate": ("batch", "prompt", "cache"),
     "compile": ("mode", "fullgraph", "threads", "options"),
     "gates": ("graph_breaks", "math_attention"),
     "verify": ("atol", "rtol", "weights"),
     "build": ("targets", "routes", "jobs"),
-    "serve": ("on_uncovered", "over_length"),
+    "serve": ("on_uncovered", "over_length", "cuda_graphs"),
 }
 
 # Planned tables and keys, refused with the reason instead of "unknown".
 NOT_YET: Mapping[str, str] = {
     "autotune": "tuning files belong to GPU targets, which this version can't build",
     "freeze": "this version can't fold weights into a program",
-    "serve.cuda_graphs": "CUDA graphs belong to GPU targets, which this version"
-    " can't build",
 }
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -35,7 +37,9 @@ ROUTES = ("program", "cache")
 GRAD_MODES = ("off", "inference")
 MATH_ATTENTION = ("ignore", "warn", "error")
 ON_UNCOVERED = ("error", "eager", "jit")
-OVER_LENGTH = ("error", "eager")
+OVER_LENGTH = ("error", "eager", "chunk")
+# The axes that [generate] makes: batch, piece of the prompt, places in the cache.
+GENERATE_AXES = {"b": "batch", "s": "prompt", "c": "cache"}
 
 # torch dtype name → smallest and largest finite value. Kept here so that reading a
 # configuration doesn't import torch; tests/test_config.py compares it with torch.

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,6 +45,9 @@ from compilekit.runtime.requirements import (
     open_required,
     requirements,
 )
+
+if TYPE_CHECKING:
+    from compilekit.runtime.generate import Generation
 
 POLICIES = ("error", "eager", "jit")
 
@@ -183,17 +186,64 @@ def _attach(
         )
         for item in entries
     ]
-    for item, dispatcher in zip(entries, dispatchers, strict=True):
-        undo.replace(item.method, dispatcher)
+    steps = {d.entry.role: d for d in dispatchers if d.entry.role}
     for dispatcher in dispatchers:
-        dispatcher.start_watching(view)
-    clock.lap("bind")
+        if not dispatcher.entry.role:
+            undo.replace(dispatcher.entry.method, dispatcher)
     try:
+        generation = (
+            _replace_generation(undo, model, opened, steps, receipt, policies)
+            if steps
+            else None
+        )
+        for dispatcher in dispatchers:
+            dispatcher.start_watching(view)
+        clock.lap("bind")
+        if generation is not None and load is load_program:
+            generation.capture()
+            clock.lap("capture")
         receipt.write()
-    except CompilekitError:
+    except BaseException:
         undo()
         raise
     return receipt
+
+
+def _replace_generation(
+    undo: _Undo,
+    model: torch.nn.Module,
+    artifact: Artifact,
+    steps: dict[str, Dispatcher],
+    receipt: Receipt,
+    policies: tuple[str, str],
+) -> Generation:
+    """Put a language model's steps behind its forward, and their caches in reach."""
+    # A model without [generate] doesn't pay for this import.
+    from compilekit.runtime.generate import MAKES_CACHE, CacheMaker, Generation
+
+    generation = Generation(
+        steps["prefill"],
+        steps["decode"],
+        artifact.manifest.serve.over_length == "chunk",
+        _uses_graphs(artifact, steps["decode"].device),
+        _refusal(receipt, "generate", model.forward, *policies),
+        receipt.note_call,
+        receipt.note_graph,
+    )
+    eagerly = tuple("eager" if policy == "jit" else policy for policy in policies)
+    make_cache = getattr(model, MAKES_CACHE)
+    refusal = _refusal(receipt, "generate", make_cache, *eagerly)
+    undo.replace("forward", generation)
+    undo.replace(MAKES_CACHE, CacheMaker(generation, refusal))
+    return generation
+
+
+def _uses_graphs(artifact: Artifact, device: torch.device) -> bool:
+    asked = os.environ.get("COMPILEKIT_CUDA_GRAPHS", "")
+    if asked not in ("", "0", "1"):
+        raise ConfigError(f"COMPILEKIT_CUDA_GRAPHS: expected 0 or 1, found {asked}")
+    wanted = asked == "1" if asked else artifact.manifest.serve.cuda_graphs
+    return wanted and device.type == "cuda"
 
 
 class _Clock:
@@ -281,8 +331,14 @@ def _entries(
     known = tuple(artifact.manifest.entries)
     if only is not None and only not in known:
         raise ConfigError(f"entry: expected one of {', '.join(known)}, found {only}")
-    chosen = [name for name in known if only in (None, name)]
-    entries = tuple(artifact.entries[(target, name)] for name in chosen)
+    described = {name: artifact.entries[(target, name)] for name in known}
+    # Either step of a language model needs the other.
+    steps = only is not None and described[only].role
+    entries = tuple(
+        entry
+        for name, entry in described.items()
+        if only in (None, name) or (steps and entry.role)
+    )
     for item in entries:
         if isinstance(model.__dict__.get(item.method), AttachedMethod):
             raise AttachError(

@@ -193,6 +193,14 @@ class Dispatcher(AttachedMethod):
             outputs = self._call(bound, inputs, given)
         return bound.build(outputs, values, cut)
 
+    def run_fitted(self, bound: BoundProgram, fitted: list[torch.Tensor]) -> Outputs:
+        """Run a bucket's program on arguments that have its shapes and memory already.
+
+        For whoever owns the arguments, and so knows that they lie apart.
+        """
+        inputs = list(bound.pick([*self._model_tensors(), *fitted]))
+        return self._call(bound, inputs, fitted)
+
     def _aligned(
         self, bound: BoundProgram, tensor: torch.Tensor, index: int, copied: bool
     ) -> torch.Tensor:

@@ -53,6 +53,8 @@ class Receipt:
         serialised: Entries whose calls take a lock, because they write the model.
         require: What the start is held to.
         rebinds: How often a changed model was compared and bound again.
+        calls: ``entry/bucket`` → calls of a language model's step so far.
+        graphs: ``entry/bucket`` → MB that capturing its CUDA graph took.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Receipt:
         self.serialised = serialised
         self.require = require
         self.rebinds = 0
+        self.calls: dict[str, int] = {}
+        self.graphs: dict[str, float] = {}
         self.file = os.environ.get("COMPILEKIT_RECEIPT", "")
         self.metrics = os.environ.get("COMPILEKIT_METRICS", "")
         self._undo = undo
@@ -113,6 +117,18 @@ class Receipt:
                 key = (entry, _OTHER_REASONS, route)
             self._uncovered.setdefault(key, Uncovered(*key)).calls += 1
 
+    def note_call(self, entry: str, bucket: str) -> None:
+        """Count a call of a language model's step."""
+        name = f"{entry}/{bucket}"
+        with self._lock:
+            self.calls[name] = self.calls.get(name, 0) + 1
+
+    def note_graph(self, entry: str, bucket: str, size_bytes: int) -> None:
+        """Note what a CUDA graph took; a later capture of the same adds to it."""
+        name = f"{entry}/{bucket}"
+        with self._lock:
+            self.graphs[name] = self.graphs.get(name, 0.0) + size_bytes / 1e6
+
     def note_rebind(self) -> None:
         """Count a comparison after the model changed."""
         with self._lock:
@@ -132,6 +148,8 @@ class Receipt:
             "serialised": list(self.serialised),
             "require": list(self.require),
             "rebinds": self.rebinds,
+            "calls": dict(self.calls),
+            "graphs": {name: round(mb, 3) for name, mb in self.graphs.items()},
             "uncovered": [vars(item).copy() for item in self.uncovered],
         }
 

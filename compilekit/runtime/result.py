@@ -78,7 +78,7 @@ def _named(
     pairs = list(zip(names, builders, strict=True))
     if kind == "dict":
         return lambda o, v, s: {name: part(o, v, s) for name, part in pairs}
-    cls: Any = OrderedDict if kind == "mapping" else _class(node["class"])
+    cls: Any = OrderedDict if kind == "mapping" else import_class(node["class"])
     if kind == "mapping":
         return lambda o, v, s: cls((name, part(o, v, s)) for name, part in pairs)
     if _is_model_output(cls):
@@ -154,7 +154,12 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _class(name: str) -> Any:
+def import_class(name: str) -> Any:
+    """The class that ``module:qualname`` names.
+
+    Raises:
+        AttachError: it can't be imported.
+    """
     module, _, qualname = name.partition(":")
     try:
         value: Any = importlib.import_module(module)

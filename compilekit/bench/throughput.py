@@ -1,0 +1,195 @@
+"""``compilekit bench throughput``: how fast a language model is served, by strategy.
+
+Each strategy is one fresh process with a deadline; its result is appended to the JSON
+file as soon as it is there, and a file that has a strategy's result already isn't
+measured again. What a device can do at best is measured on it first, so that every
+figure can be read as a part of that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compilekit.bench._throughput_child import MODES
+from compilekit.config import Config
+from compilekit.errors import ConfigError, ResourceError
+
+SCHEMA = 1
+STRATEGIES = tuple(MODES)
+LIMITS = "limits"
+
+Result = dict[str, Any]
+
+
+def run(
+    config: Config,
+    *,
+    artifact: Path,
+    out: Path,
+    strategies: Sequence[str] = STRATEGIES,
+    device: str = "",
+    deadline: float = 600.0,
+    calls: int = 5,
+    new_tokens: int = 128,
+    weights: str = "",
+    on_event: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Measure strategies that `out` doesn't have yet, one process each.
+
+    Args:
+        config: It must have ``[generate]``: its batches, its longest prompt and its
+            largest cache are what is measured.
+        artifact: Built from it.
+        out: JSON file; results are added to it.
+        device: ``cuda`` or ``cpu``; empty = a GPU if there is one.
+        deadline: Seconds that a strategy may take, imports and weights included.
+        calls: Timed prefills, and rounds of decode steps.
+        new_tokens: Tokens of the ``generate`` call; 0 = none is made.
+        weights: Real weights; empty = random.
+        on_event: Told in a line what was measured.
+    Raises:
+        ConfigError: the configuration has no ``[generate]``, a strategy is unknown, or
+            `out` holds results of something else.
+        ResourceError: `out` can't be written.
+    """
+    if not any(entry.role for entry in config.entries.values()):
+        raise ConfigError(
+            f"{config.path}: has no [generate], and throughput is a language model's"
+        )
+    unknown = [name for name in strategies if name not in STRATEGIES]
+    if unknown:
+        known = ", ".join(STRATEGIES)
+        raise ConfigError(f"strategies: expected {known}, found {', '.join(unknown)}")
+    about: Result = {
+        "schema": SCHEMA,
+        "model": config.model.source,
+        "dtype": config.model.dtype,
+        "batches": list(config.axes["b"]),
+        "prompt": max(config.axes["s"]),
+        "cache": max(config.axes["c"]),
+        "new_tokens": new_tokens,
+        "calls": calls,
+    }
+    result = _resumed(out, about)
+    spec = {
+        **about,
+        "config": str(config.path),
+        "artifact": str(artifact.absolute()),
+        "device": device or _device(),
+        "weights": weights,
+    }
+    for name in (LIMITS, *strategies):
+        if any(
+            row["strategy"] == name and "error" not in row for row in result["rows"]
+        ):
+            on_event(f"{name}: measured already")
+            continue
+        row = _measure({**spec, "strategy": name}, deadline)
+        result["rows"] = [r for r in result["rows"] if r["strategy"] != name] + [row]
+        _save(out, result)
+        on_event(f"{name}: {row.get('error') or 'measured'}")
+    return result
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _resumed(out: Path, about: Result) -> Result:
+    if not out.exists():
+        return {**about, "rows": []}
+    try:
+        found: Result = json.loads(out.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{out}: isn't a result of bench throughput: {exc}") from exc
+    other = {k: found.get(k) for k, value in about.items() if found.get(k) != value}
+    if other:
+        raise ConfigError(
+            f"{out}: holds results of another measurement: {other}, and this one is"
+            f" { {k: about[k] for k in other} }",
+            hint="Name another file.",
+        )
+    return found
+
+
+def _save(out: Path, result: Result) -> None:
+    staging = out.with_name(f"{out.name}.{os.getpid()}")
+    try:
+        staging.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        os.replace(staging, out)
+    except OSError as exc:
+        raise ResourceError(f"{out}: can't be written: {exc.strerror}") from exc
+
+
+def _measure(spec: Mapping[str, Any], deadline: float) -> Result:
+    """One strategy's process; a row with ``error`` if it failed or took too long."""
+    began = time.perf_counter()
+    name = spec["strategy"]
+    with tempfile.TemporaryDirectory(prefix="compilekit-throughput-") as folder:
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+            "TRITON_CACHE_DIR": str(Path(folder) / "triton"),
+        }
+        # Compile workers are its children: they end with it.
+        child = subprocess.Popen(
+            [sys.executable, "-m", "compilekit.bench._throughput_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            stdout, stderr = child.communicate(json.dumps(spec).encode(), deadline)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+            return {"strategy": name, "error": f"not finished after {deadline:.0f} s"}
+        except BaseException:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            raise
+    if child.returncode != 0:
+        lines = stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        return {"strategy": name, "error": lines[-1], "stderr": lines[-40:]}
+    row: Result = json.loads(stdout)
+    row["wall_s"] = time.perf_counter() - began
+    return row
+
+
+def figures(result: Result, row: Result) -> dict[tuple[str, int], dict[str, float]]:
+    """(kind, batch) → ms, tokens per second and the part of the device's limit.
+
+    Decode is held against reading every weight once, prefill against two operations
+    per weight and token.
+    """
+    limits: Result = next((r for r in result["rows"] if r["strategy"] == LIMITS), {})
+    found = {}
+    for step in row.get("steps", ()):
+        ms = statistics.median(step["ms"])
+        tokens = step["batch"] * (row["prompt"] if step["kind"] == "prefill" else 1)
+        figure = {"ms": ms, "tokens_per_s": tokens / ms * 1e3}
+        if "copy_bytes_per_s" in limits:
+            reads = max(limits["copy_bytes_per_s"], limits["read_bytes_per_s"])
+            operations = 2 * row["prefill_products"] * tokens
+            best = (
+                operations / limits["matmul_flop_per_s"]
+                if step["kind"] == "prefill"
+                else row["decode_bytes"] / reads
+            )
+            figure["of_limit"] = best * 1e3 / ms
+        found[step["kind"], step["batch"]] = figure
+    return found
