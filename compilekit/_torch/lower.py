@@ -67,12 +67,18 @@ class Lowered:
     refusals: Mapping[str, str]
 
 
-def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowered:
+def lower(
+    capture: Capture,
+    options: Mapping[str, Any],
+    simd_width: int,
+    tuned: Mapping[str, Mapping[str, Any]],
+) -> Lowered:
     """Run AOTAutograd and Inductor on a captured graph without compiling kernels.
 
     Args:
         options: Inductor options, those that the program route forces included.
         simd_width: Bits of the target's vectors (256, 512); 0 = scalar code.
+        tuned: Digest of a Triton kernel's source → the config it gets.
     Source: torch/_inductor/compile_fx.py, compile_fx and compile_fx_inner (2.11, 2.13).
     """
     kernels: dict[str, CppSource] = {}
@@ -84,21 +90,10 @@ def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowe
         inner.append((graph, code))
         return code
 
-    context = TracingContext(capture.fake_mode)
-    backend = capture.raw.backend_input
-    if backend is None:
-        raise ValueError("nothing was captured")
-    context.tensor_to_context = backend.tensor_to_context
     with (
-        torch.no_grad(),
-        get_metrics_context(),
-        dynamo_timed("compilekit_lower"),
-        tracing(context),
-        torch._inductor.config.patch(dict(options)),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        _target_isa(simd_width),
+        lowering(capture, options, simd_width) as context,
         _kept_kernels(kernels),
-        kept_triton_kernels(triton),
+        kept_triton_kernels(triton, tuned),
     ):
         compile_fx(capture.graph, list(capture.example_inputs), inner_compile=keep)
     if len(inner) != 1:
@@ -118,6 +113,31 @@ def lower(capture: Capture, options: Mapping[str, Any], simd_width: int) -> Lowe
         output_count=len(nodes[-1].args[0]),
         refusals=_refusals(context.fw_metadata, capture),
     )
+
+
+@contextlib.contextmanager
+def lowering(
+    capture: Capture, options: Mapping[str, Any], simd_width: int
+) -> Iterator[TracingContext]:
+    """What has to be in place around ``compile_fx`` of a captured graph.
+
+    Source: torch/_dynamo/convert_frame.py, CaptureOutput (2.11, 2.13).
+    """
+    context = TracingContext(capture.fake_mode)
+    backend = capture.raw.backend_input
+    if backend is None:
+        raise ValueError("nothing was captured")
+    context.tensor_to_context = backend.tensor_to_context
+    with (
+        torch.no_grad(),
+        get_metrics_context(),
+        dynamo_timed("compilekit_lower"),
+        tracing(context),
+        torch._inductor.config.patch(dict(options)),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        _target_isa(simd_width),
+    ):
+        yield context
 
 
 def _refusals(metadata: Any, capture: Capture) -> dict[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
+
+from compilekit.artifact.canonical import sha256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +49,17 @@ class TritonKernel:
 
 
 @contextlib.contextmanager
-def kept_triton_kernels(into: dict[str, Any]) -> Iterator[None]:
+def kept_triton_kernels(
+    into: dict[str, Any], tuned: Mapping[str, Mapping[str, Any]]
+) -> Iterator[None]:
     """Keep every Triton kernel's autotuner by the name output code gives it.
 
-    Only the first config that fits is compiled: nothing here could choose another.
+    Only one config is compiled: the tuned one, or else the first that fits; nothing
+    here could choose another.
+
+    Args:
+        into: Name in output code → autotuner.
+        tuned: Digest of a kernel's source → its config.
 
     Source: torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.precompile
     (2.11, 2.13).
@@ -63,6 +72,9 @@ def kept_triton_kernels(into: dict[str, Any]) -> Iterator[None]:
         configs = list(self.configs or ())
         if configs:
             self.compilekit_candidates = len(configs)
+            winner = tuned.get(sha256(self.fn.src.encode()))
+            if winner is not None:
+                configs.insert(0, config_of(winner, configs[0]))
         for number, config in enumerate(configs, 1):
             self.configs, self.compile_results, self.launchers = [config], [], []
             try:
@@ -78,6 +90,27 @@ def kept_triton_kernels(into: dict[str, Any]) -> Iterator[None]:
 
     with mock.patch.object(CachingAutotuner, "precompile", keep):
         yield
+
+
+def config_of(values: Mapping[str, Any], like: Any) -> Any:
+    """A Triton config from plain values, and from another one for what they lack."""
+    from triton import Config
+
+    own = {name: values[name] for name in values if name in like.kwargs}
+    return Config(
+        {**like.kwargs, **own},
+        num_warps=values["num_warps"],
+        num_stages=values["num_stages"],
+    )
+
+
+def config_values(config: Any) -> dict[str, Any]:
+    """A Triton config as plain values."""
+    return {
+        **config.kwargs,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 class NotStaticError(Exception):
@@ -129,11 +162,7 @@ def kernel_facts(autotuner: Any) -> TritonKernel:
         arguments=tuple(arguments),
         prefix=tuple(grid.prefix),
         grid=(str(grid.x_grid), str(grid.y_grid), str(grid.z_grid)),
-        config={
-            **result.config.kwargs,
-            "num_warps": result.config.num_warps,
-            "num_stages": result.config.num_stages,
-        },
+        config=config_values(result.config),
         candidates=autotuner.compilekit_candidates,
         registers=int(kernel.n_regs),
     )

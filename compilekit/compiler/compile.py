@@ -104,12 +104,14 @@ def compile_bucket(
     bucket: Bucket,
     target: Target,
     on_stage: OnStage,
+    tuned: Mapping[str, Mapping[str, Any]],
 ) -> CompiledBucket:
     """Compile a bucket of an entry on fake tensors.
 
     Args:
         model: The fake model, from `compilekit.compiler.models.build_fake`.
         on_stage: Called with a stage's name and seconds when it ends.
+        tuned: Digest of a Triton kernel's source → the config that won on a device.
     Raises:
         GraphBreakError: Dynamo can't hold the call in one graph.
         UnsupportedByProgramError: the program route can't carry something.
@@ -134,12 +136,8 @@ def compile_bucket(
 
     began = time.perf_counter()
     dynamo.normalise_annotations(captured)
-    options = {
-        **mode_options(config.compile.mode),
-        **config.compile.options,
-        **program_options(config.compile.threads),
-    }
-    lowered = _lower(captured, options, target)
+    options = inductor_options(config)
+    lowered = _lower(captured, options, target, tuned)
     _refuse_wrappers(lowered, len(places))
     on_stage("lower", time.perf_counter() - began)
 
@@ -187,6 +185,31 @@ def compile_bucket(
     _refuse_unfit(model, compiled.entry)
     on_stage("harvest", time.perf_counter() - began)
     return compiled
+
+
+def capture_bucket(
+    model: torch.nn.Module,
+    config: Config,
+    entry: EntryConfig,
+    bucket: Bucket,
+    target: Target,
+) -> dynamo.Capture:
+    """Capture a bucket as `compile_bucket` does, for whoever runs the graph itself."""
+    dynamo.reset()
+    call = _call(model, config, entry, bucket, fake_device(target))
+    with _ambient_kept(), call.around:
+        captured = _capture(call.function, model, call.kwargs, target)
+    dynamo.normalise_annotations(captured)
+    return captured
+
+
+def inductor_options(config: Config) -> dict[str, Any]:
+    """Inductor's options: of the mode, the configuration's, and those we force."""
+    return {
+        **mode_options(config.compile.mode),
+        **config.compile.options,
+        **program_options(config.compile.threads),
+    }
 
 
 class _Call(NamedTuple):
@@ -415,11 +438,14 @@ def _run_graph(
 
 
 def _lower(
-    captured: dynamo.Capture, options: Mapping[str, Any], target: Target
+    captured: dynamo.Capture,
+    options: Mapping[str, Any],
+    target: Target,
+    tuned: Mapping[str, Mapping[str, Any]],
 ) -> Lowered:
     try:
         with _explained("Inductor can't compile the graph"):
-            return lower(captured, options, target.simd_width)
+            return lower(captured, options, target.simd_width, tuned)
     except NothingLowered as exc:
         raise _nothing_compiled() from exc
 

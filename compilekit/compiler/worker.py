@@ -103,8 +103,10 @@ def _compile_all(
     from compilekit.compiler.compile import CompiledBucket, compile_bucket, fake_device
     from compilekit.compiler.cuts import check_cuts
     from compilekit.compiler.models import build_fake
+    from compilekit.compiler.tuning import read_tuning
 
     pool = ThreadPoolExecutor(max_workers=threads)
+    tuned = read_tuning(config).configs()
     if target.kind == "cuda":
         if emulation.is_emulated(os.environ):
             emulation.install(target)
@@ -154,7 +156,7 @@ def _compile_all(
             gc.disable()
             entry = config.entries[job.entry]
             compiled: CompiledBucket = compile_bucket(
-                model, config, entry, job.bucket, target, on_stage
+                model, config, entry, job.bucket, target, on_stage, tuned
             )
             earlier = programs.setdefault(job.entry, [])
             if not entry.role:

@@ -11,6 +11,7 @@ from compilekit.config.lines import KeyPath, key_lines
 from compilekit.config.problems import Problem, is_function
 from compilekit.config.read import check_options, load
 from compilekit.config.records import (
+    AutotuneConfig,
     BuildConfig,
     CompileConfig,
     Config,
@@ -47,6 +48,7 @@ __all__ = [
     "OVER_LENGTH",
     "RANGES",
     "ROUTES",
+    "AutotuneConfig",
     "BuildConfig",
     "CompileConfig",
     "Config",

@@ -32,6 +32,7 @@ from compilekit.config.problems import (
     syntax_problem,
 )
 from compilekit.config.records import (
+    AutotuneConfig,
     BuildConfig,
     CompileConfig,
     Config,
@@ -151,6 +152,7 @@ def _read_config(file: File, path: Path, data: Mapping[str, Any]) -> Config:
         verify=_read_verify(file, data),
         build=build,
         serve=_read_serve(file, data),
+        autotune=_read_autotune(file, data),
     )
 
 
@@ -278,6 +280,13 @@ def _read_build(file: File, data: Mapping[str, Any]) -> BuildConfig:
         routes=read_choices(file, table, ("build", "routes"), default.routes, ROUTES),
         jobs=read_integer(file, table, ("build", "jobs"), default.jobs),
     )
+
+
+def _read_autotune(file: File, data: Mapping[str, Any]) -> AutotuneConfig:
+    table = read_table(file, data, ("autotune",), "autotune")
+    if "autotune" in data and "from" not in table:
+        file.report(("autotune", "from"), "missing; the file that tune wrote")
+    return AutotuneConfig(source=read_text(file, table, ("autotune", "from")))
 
 
 def _read_serve(file: File, data: Mapping[str, Any]) -> ServeConfig:

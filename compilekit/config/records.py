@@ -135,6 +135,17 @@ class BuildConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AutotuneConfig:
+    """``[autotune]``: what ``compilekit tune`` found (TOML key ``from``).
+
+    Attributes:
+        source: Its file, relative to the configuration's folder; empty = none.
+    """
+
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class ServeConfig:
     """``[serve]``: defaults that the artifact carries for ``attach``.
 
@@ -168,3 +179,4 @@ class Config:
     verify: VerifyConfig = VerifyConfig()
     build: BuildConfig = BuildConfig()
     serve: ServeConfig = ServeConfig()
+    autotune: AutotuneConfig = AutotuneConfig()

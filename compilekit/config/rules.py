@@ -9,7 +9,7 @@ from collections.abc import Mapping
 KEYS: Mapping[str, tuple[str, ...]] = {
     "": (
         *("model", "axes", "entries", "generate", "compile", "gates", "verify"),
-        *("build", "serve"),
+        *("build", "serve", "autotune"),
     ),
     "model": ("source", "dtype", "class", "config"),
     "entries.*": (
@@ -23,12 +23,12 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "gates": ("graph_breaks", "math_attention"),
     "verify": ("atol", "rtol", "weights"),
     "build": ("targets", "routes", "jobs"),
+    "autotune": ("from",),
     "serve": ("on_uncovered", "over_length", "cuda_graphs"),
 }
 
 # Planned tables and keys, refused with the reason instead of "unknown".
 NOT_YET: Mapping[str, str] = {
-    "autotune": "tuning files belong to GPU targets, which this version can't build",
     "freeze": "this version can't fold weights into a program",
 }
 

@@ -1,0 +1,124 @@
+"""Private Inductor names: tune kernels on the device, and read what won.
+
+Nothing of this runs in a build: `tune` is for ``compilekit tune``, on a machine that
+has the target's GPU. A build only takes the configs that came out of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor.compile_fx import compile_fx
+
+from compilekit._torch.capture import Capture
+from compilekit._torch.lower import lowering
+from compilekit._torch.triton_kernels import config_of, config_values
+from compilekit.artifact.canonical import sha256
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedKernel:
+    """What a kernel's candidates came to on the device.
+
+    Attributes:
+        source: sha256 of its Triton source.
+        config: The fastest: block sizes, ``num_warps``, ``num_stages``.
+        default: The one that a build takes without a tuning file.
+        milliseconds: Of the fastest.
+        default_milliseconds: Of the default; the same where nothing was faster.
+        measured: Configs that were measured; 0 = there was one, and no reason to.
+    """
+
+    source: str
+    config: Mapping[str, Any]
+    default: Mapping[str, Any]
+    milliseconds: float
+    default_milliseconds: float
+    measured: int
+
+
+def tune(
+    capture: Capture,
+    inputs: list[torch.Tensor],
+    options: Mapping[str, Any],
+    known: Mapping[str, Mapping[str, Any]],
+) -> list[TunedKernel]:
+    """Compile a captured graph for the GPU that is here, run it, and tune its kernels.
+
+    Args:
+        capture: Of the call.
+        inputs: Real tensors in the order of the graph's inputs; those that the graph
+            writes are overwritten.
+        options: Inductor options, as a build has them.
+        known: Source digest → config that was found already; not measured again.
+    Source: torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.run, bench
+    and coordinate_descent_tuning (2.11, 2.13).
+    """
+    kernels: dict[str, Any] = {}
+    times: dict[int, dict[str, float]] = {}
+    with lowering(capture, options, simd_width=0), _measured(kernels, times, known):
+        compiled: Any = compile_fx(capture.graph, list(capture.example_inputs))
+        with torch.no_grad():
+            compiled(*inputs)
+            torch.cuda.synchronize()
+    found = []
+    for digest, autotuner in kernels.items():
+        if digest in known or not autotuner.launchers:
+            continue
+        measured = times.get(id(autotuner), {})
+        best = config_values(autotuner.launchers[0].config)
+        default = config_values(autotuner.compilekit_default)
+        fastest = min(measured.values(), default=0.0)
+        found.append(
+            TunedKernel(
+                source=digest,
+                config=best,
+                default=default,
+                milliseconds=measured.get(str(best), fastest),
+                default_milliseconds=measured.get(str(default), fastest),
+                measured=len(measured),
+            )
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _measured(
+    kernels: dict[str, Any],
+    times: dict[int, dict[str, float]],
+    known: Mapping[str, Mapping[str, Any]],
+) -> Iterator[None]:
+    """Keep every autotuner by the digest of its source, and every time it takes."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    autotuner: Any = CachingAutotuner
+    precompile, bench = autotuner.precompile, autotuner.bench
+
+    def keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        digest = sha256(self.fn.src.encode())
+        if self.configs:
+            self.compilekit_default = self.configs[0]
+            if digest in known:
+                chosen = config_of(known[digest], self.configs[0])
+                chosen.found_by_coordesc = True
+                self.configs, self.compile_results = [chosen], []
+        precompile(self, *args, **kwargs)
+        kernels.setdefault(digest, self)
+
+    def timed(self: Any, launcher: Any, *args: Any, **kwargs: Any) -> float:
+        milliseconds: float = bench(self, launcher, *args, **kwargs)
+        key = str(config_values(launcher.config))
+        mine = times.setdefault(id(self), {})
+        mine[key] = min(milliseconds, mine.get(key, milliseconds))
+        return milliseconds
+
+    with (
+        mock.patch.object(CachingAutotuner, "precompile", keep),
+        mock.patch.object(CachingAutotuner, "bench", timed),
+    ):
+        yield
