@@ -34,6 +34,7 @@ from compilekit.cli import (
     registry,
     sign,
     target,
+    tune,
     verify,
 )
 from compilekit.cli.options import Commands, command_name
@@ -55,7 +56,7 @@ root = Commands(
         "  compilekit load artifact -- python serve.py"
     ),
     sections={
-        "Build": (init.init, plan.plan, explain.explain, build.build),
+        "Build": (init.init, plan.plan, explain.explain, build.build, tune.tune),
         "Serve": (load.load, check.check, doctor.doctor),
         "Ship": (
             combine.prune,
