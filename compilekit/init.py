@@ -63,12 +63,18 @@ class _Input:
 
 @dataclasses.dataclass(frozen=True)
 class _Sketch:
-    """What is known about a model's forward."""
+    """What is known about a model's forward.
+
+    Attributes:
+        generate: Keys of ``[generate]`` for a language model that has a head: it's
+            what one serves, so the forward's own tables are written as comments.
+    """
 
     axes: Mapping[str, tuple[int, ...]]
     inputs: tuple[_Input, ...]
     outputs: Mapping[str, Mapping[int, str]]
     kwargs: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+    generate: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def render(model: str, folder: Path | None = None) -> str:
@@ -256,7 +262,20 @@ def _decoder(config: Mapping[str, Any]) -> _Sketch:
         (ids, mask),
         _outputs(config, "s"),
         {"use_cache": False},
+        _generate(config) if _architecture(config).endswith(_HEADS) else {},
     )
+
+
+_HEADS = ("ForCausalLM", "LMHeadModel")
+
+
+def _generate(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    limit = _positive(config, "max_position_embeddings", "n_positions")
+    prompts = _up_to(limit, (128, 512))
+    places = _up_to(limit, (256, 1024))
+    if limit is not None and max(prompts) > max(places):
+        places = (*places, limit)
+    return {"batch": (1, 8), "prompt": prompts, "cache": places}
 
 
 def _text_to_text(config: Mapping[str, Any]) -> _Sketch:
@@ -377,7 +396,8 @@ routes = ["program"]
 
 [serve]
 on_uncovered = "error"      # a call that no bucket holds: "error", "eager" or "jit"
-over_length = "error"       # longer than the largest bucket: "error" or "eager"
+over_length = "error"       # longer than the largest bucket: "error" or "eager";
+                            # "chunk" takes a prompt of [generate] in pieces
 """
 
 
@@ -390,13 +410,16 @@ def _document(source: str, dtype: str, sketch: _Sketch, *, guessed: bool) -> str
         f"source = {_toml(source)}",
         f"dtype = {_toml(dtype)}",
         "",
+        *(_generate_table(sketch.generate) if sketch.generate else ()),
+    ]
+    forward = [
         "# One bucket for each combination; a call goes to the one that pads least.",
         "[axes]",
         *(f"{axis} = {list(sizes)}" for axis, sizes in sketch.axes.items()),
         "",
     ]
     if sketch.kwargs:
-        lines += [
+        forward += [
             "# Fixed arguments. A program can't return the cache that a call makes.",
             "[entries.forward.kwargs]",
             *(f"{name} = {_toml(value)}" for name, value in sketch.kwargs.items()),
@@ -404,18 +427,35 @@ def _document(source: str, dtype: str, sketch: _Sketch, *, guessed: bool) -> str
         ]
     for tensor in sketch.inputs:
         text = list(_input(tensor))
-        lines += [f"# {line}" for line in text] if tensor.optional else text
-        lines.append("")
-    lines += ["# Outputs are cut back to the size of the call: dimension = axis."]
+        forward += [f"# {line}" for line in text] if tensor.optional else text
+        forward.append("")
+    forward += ["# Outputs are cut back to the size of the call: dimension = axis."]
     for path, cut in sketch.outputs.items():
         rules = ", ".join(
             f"{dimension} = {_toml(axis)}" for dimension, axis in cut.items()
         )
         key = path or '""'
-        lines += [f"[entries.forward.outputs.{key}]", f"cut = {{ {rules} }}", ""]
+        forward += [f"[entries.forward.outputs.{key}]", f"cut = {{ {rules} }}", ""]
+    lines += [f"# {line}".rstrip() for line in forward] if sketch.generate else forward
     cpus = [name for name in list_targets() if name.startswith("cpu-")]
     rest = _REST.replace("TARGETS", ", ".join(cpus))
     return "\n".join(lines[:-1]) + "\n" + rest
+
+
+def _generate_table(sizes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    why = {
+        "batch": "sequences at once",
+        "prompt": "tokens of a prompt",
+        "cache": "tokens that a sequence may reach",
+    }
+    yield '# Steps behind model.generate(..., cache_implementation="static"): prefill'
+    yield "# for each batch and prompt, decode for each batch and cache."
+    yield "[generate]"
+    for name, values in sizes.items():
+        yield f"{name} = {list(values)}".ljust(28) + f"# {why[name]}"
+    yield ""
+    yield "# Instead, the logits of every token of a text (scoring), without a cache:"
+    yield "#"
 
 
 def _input(tensor: _Input) -> Iterator[str]:

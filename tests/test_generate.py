@@ -249,6 +249,11 @@ def test_long_prompt_without_chunks(
             "its steps are programs",
         ),
         (
+            "[generate]\nbatch = [1]\nprompt = [8]\ncache = [32]\n"
+            '[entries.forward.inputs.x]\nshape = [1]\ndtype = "float32"',
+            "serves the model's forward",
+        ),
+        (
             '[entries.forward.inputs.x]\nshape = [1]\ndtype = "float32"\n'
             '[serve]\nover_length = "chunk"',
             "only .generate. can take",

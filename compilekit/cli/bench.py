@@ -29,7 +29,7 @@ from compilekit.console import (
     Size,
     Table,
 )
-from compilekit.errors import ResourceError
+from compilekit.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from compilekit.bench.startup import Row, Sample, StartupResult
@@ -125,6 +125,11 @@ def startup(
     from compilekit.config import load
 
     configuration = load(config)
+    if any(entry.role for entry in configuration.entries.values()):
+        raise ConfigError(
+            f"{config}: bench startup calls methods, and [generate] makes steps",
+            hint="`compilekit bench throughput` measures them, their start included.",
+        )
     from compilekit.bench import startup as bench
     from compilekit.cli.progress import BenchProgress
 

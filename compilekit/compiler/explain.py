@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import io
 import linecache
 import re
@@ -243,6 +244,9 @@ def explain(
 def _explain_bucket(
     config: Config, entry: EntryConfig, bucket: Bucket, values: Values
 ) -> BucketExplained:
+    if entry.role:
+        # A step of a language model has no arguments to draw at random.
+        return _analyse(config, entry, bucket, fake=True)
     if values == "random":
         return _analyse(config, entry, bucket, fake=False)
     result = _analyse(config, entry, bucket, fake=True)
@@ -307,6 +311,13 @@ def _call_maker(
             model = models.build_fake(config, mode=mode)
         else:
             model = models.build_real(config)
+        if mode is not None and entry.role:
+            from compilekit.compiler import generate
+
+            causal = generate.describe(model)
+            step = functools.partial(generate.STEPS[entry.role], model)
+            example = generate.example(config, entry, bucket, causal, mode, "cpu")
+            return step, {"kwargs": example}
         kwargs = models.example_kwargs(config, entry, bucket, fake=mode)
         return models.entry_callable(model, entry), kwargs
 

@@ -36,10 +36,14 @@ def read_generate(
         if axis in data.get("axes", {}):
             message = f"[generate] makes axis {axis} itself"
             file.report(("axes", axis), message)
-    for role in ROLES:
-        if role in data.get("entries", {}):
-            message = f"[generate] makes entry {role} itself; give yours another name"
-            file.report(("entries", role), message)
+    for name, entry in read_table(file, data, ("entries",)).items():
+        if name in ROLES:
+            message = f"[generate] makes entry {name} itself; give yours another name"
+            file.report(("entries", name), message)
+        method = entry.get("method", name) if isinstance(entry, dict) else ""
+        if method == "forward":
+            message = "[generate] serves the model's forward; use one or the other"
+            file.report(("entries", name), message)
     if "cache" in routes:
         message = 'its steps are programs; leave it out with routes = ["cache"]'
         file.report(("generate",), message)
