@@ -757,6 +757,8 @@ def test_a_receipt_is_json() -> None:
         "serialised": [],
         "require": ["program"],
         "rebinds": 0,
+        "calls": {},
+        "graphs": {},
         "uncovered": [],
     }
 

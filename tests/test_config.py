@@ -257,8 +257,6 @@ def test_unknown_key(tmp_path: Path, extra: str, key: str, nearest: str) -> None
     ("extra", "key", "reason"),
     [
         ("[freeze]\nweights = 'x'", "freeze", "fold weights"),
-        ("[autotune]\nfrom = 'x'", "autotune", "GPU"),
-        ("[serve]\ncuda_graphs = true", "serve.cuda_graphs", "GPU"),
     ],
 )
 def test_planned_key(tmp_path: Path, extra: str, key: str, reason: str) -> None:

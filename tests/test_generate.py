@@ -258,6 +258,15 @@ def test_long_prompt_without_chunks(
             '[serve]\nover_length = "chunk"',
             "only .generate. can take",
         ),
+        (
+            '[entries.forward.inputs.x]\nshape = [1]\ndtype = "float32"\n'
+            "[serve]\ncuda_graphs = true",
+            "only .generate.'s steps",
+        ),
+        (
+            '[entries.forward.inputs.x]\nshape = [1]\ndtype = "float32"\n[autotune]',
+            "autotune.from: missing",
+        ),
     ],
 )
 def test_configuration(tmp_path: Path, text: str, message: str) -> None:

@@ -188,6 +188,17 @@ def written(tmp_path: Path, text: str) -> Config:
     return load(path)
 
 
+def scoring(text: str) -> str:
+    """The tables that stand as a comment in the place of ``[generate]``."""
+    if "# Instead," not in text:
+        return text
+    before, after = text.split("# Steps behind model.generate", 1)
+    _, comment = after.split("# Instead,", 1)
+    tables, rest = comment.split("\n[compile]", 1)
+    lines = [line.removeprefix("#").removeprefix(" ") for line in tables.split("\n")]
+    return before + "\n".join(lines[2:]) + "\n[compile]" + rest
+
+
 def model_directory(tmp_path: Path, config: object) -> Path:
     directory = tmp_path / "model"
     directory.mkdir()
@@ -195,12 +206,22 @@ def model_directory(tmp_path: Path, config: object) -> Path:
     return directory
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_language_models_are_generated_from(kind: str, tmp_path: Path) -> None:
+    """A model with a language head gets prefill and decode within its positions."""
+    directory = model_directory(tmp_path, KINDS[kind][0])
+    config = written(tmp_path, render(str(directory)))
+    assert list(config.entries) == ["prefill", "decode"]
+    assert max(config.axes["s"]) <= max(config.axes["c"]) <= 1024
+    assert len(buckets(config, "prefill")) == len(buckets(config, "decode")) == 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_kinds(kind: str, tmp_path: Path) -> None:
     """Each usual architecture gets its inputs, outputs and fixed arguments."""
     hf_config, inputs, outputs, kwargs = KINDS[kind]
     directory = model_directory(tmp_path, hf_config)
-    config = written(tmp_path, render(str(directory)))
+    config = written(tmp_path, scoring(render(str(directory))))
     assert config.model.source == f"hf:{directory}"
     assert config.model.dtype == hf_config.get(
         "dtype", hf_config.get("torch_dtype", "float32")
@@ -234,7 +255,7 @@ def test_defaults_may_be_left_out(
 @pytest.mark.parametrize("kind", KINDS)
 def test_optional_parts_load(kind: str, tmp_path: Path) -> None:
     """What stands there as a comment to be uncommented is right as well."""
-    text = render(str(model_directory(tmp_path, KINDS[kind][0])))
+    text = scoring(render(str(model_directory(tmp_path, KINDS[kind][0]))))
     start = "# [entries.forward.inputs.attention_mask]"
     lines = text.splitlines()
     if start in lines:
@@ -314,7 +335,7 @@ def test_quotes_in_the_path(tmp_path: Path) -> None:
     odd = tmp_path / 'a"\n[x]é'
     odd.mkdir()
     directory = model_directory(odd, KINDS["gpt2"][0])
-    config = written(tmp_path, render(str(directory)))
+    config = written(tmp_path, scoring(render(str(directory))))
     assert config.model.source == f"hf:{directory}"
 
 

@@ -8,6 +8,7 @@ figure can be read as a part of that.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -152,22 +153,26 @@ def _measure(spec: Mapping[str, Any], deadline: float) -> Result:
             env=environment,
             start_new_session=True,
         )
-        try:
-            stdout, stderr = child.communicate(json.dumps(spec).encode(), deadline)
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-            return {"strategy": name, "error": f"not finished after {deadline:.0f} s"}
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.callback(_end, child)
+            try:
+                stdout, stderr = child.communicate(json.dumps(spec).encode(), deadline)
+            except subprocess.TimeoutExpired:
+                error = f"not finished after {deadline:.0f} s"
+                return {"strategy": name, "error": error}
+            stack.pop_all()
     if child.returncode != 0:
         lines = stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         return {"strategy": name, "error": lines[-1], "stderr": lines[-40:]}
     row: Result = json.loads(stdout)
     row["wall_s"] = time.perf_counter() - began
     return row
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Kill a process and the compile workers it started."""
+    os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
 
 
 def figures(result: Result, row: Result) -> dict[tuple[str, int], dict[str, float]]:

@@ -13,6 +13,7 @@ docs/runtime.md describes policies, requirements and environment variables.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -190,7 +191,8 @@ def _attach(
     for dispatcher in dispatchers:
         if not dispatcher.entry.role:
             undo.replace(dispatcher.entry.method, dispatcher)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(undo)
         generation = (
             _replace_generation(undo, model, opened, steps, receipt, policies)
             if steps
@@ -203,9 +205,7 @@ def _attach(
             generation.capture()
             clock.lap("capture")
         receipt.write()
-    except BaseException:
-        undo()
-        raise
+        stack.pop_all()
     return receipt
 
 
