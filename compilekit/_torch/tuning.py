@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from compilekit._torch.capture import Capture
 from compilekit._torch.lower import lowering
-from compilekit._torch.triton_kernels import config_of, config_values
+from compilekit._torch.triton_kernels import config_values
 from compilekit.artifact.canonical import sha256
 
 
@@ -101,12 +101,15 @@ def _measured(
 
     def keep(self: Any, *args: Any, **kwargs: Any) -> None:
         digest = sha256(self.fn.src.encode())
-        if self.configs:
-            self.compilekit_default = self.configs[0]
-            if digest in known:
-                chosen = config_of(known[digest], self.configs[0])
-                chosen.found_by_coordesc = True
-                self.configs, self.compile_results = [chosen], []
+        if digest in known:
+            # Any config would do: it only has to run. The first is measured no more.
+            self.configs = (self.configs or ())[:1]
+            self.compile_results = self.compile_results[:1]
+        # Compiled here from configs, or by a worker process to results.
+        configs = self.configs or [result.config for result in self.compile_results]
+        if not hasattr(self, "compilekit_default") and configs:
+            self.compilekit_default = configs[0]
+            configs[0].found_by_coordesc = digest in known
         precompile(self, *args, **kwargs)
         kernels.setdefault(digest, self)
 

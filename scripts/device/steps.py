@@ -1,6 +1,6 @@
 """Hold a language model's steps on a GPU against a float32 reference.
 
-    python scripts/device/generate.py CONFIG ARTIFACT [--out FILE] [--layers N]
+    python scripts/device/steps.py CONFIG ARTIFACT [--out FILE] [--layers N]
 
 Three models of equal weights take the same tokens, step by step: float32 eager,
 eager in the configuration's dtype, and the same under ``compilekit.attach``. What
