@@ -59,6 +59,9 @@ class BuildResult:
         seconds: Wall time of the whole build.
         size_bytes: Size of the artifact on disk.
         kernels: Kernels in the artifact, each counted once.
+        configs: How GPU kernels came by their config, each counted once: ``tuned`` on
+            the target itself, ``inherited`` from another target's measurement, or
+            ``default``; empty without GPU kernels.
         exit_code: 0, or that of the first failed bucket's error.
     """
 
@@ -68,6 +71,7 @@ class BuildResult:
     seconds: float
     size_bytes: int = 0
     kernels: int = 0
+    configs: Mapping[str, int] = dataclasses.field(default_factory=dict)
     exit_code: int = 0
 
     @property

@@ -79,13 +79,14 @@ targets = [{targets}]
 
 
 def build(
-    folder: Path, name: str, *targets: str, gate: str = "error"
+    folder: Path, name: str, *targets: str, gate: str = "error", more: str = ""
 ) -> tuple[int, dict[str, Any]]:
     """Build in a fresh process, and its exit code and JSON."""
     (folder / "models.py").write_text(MODELS)
     listed = ", ".join(f'"{target}"' for target in targets)
     config = folder / "compilekit.toml"
-    config.write_text(CONFIG.format(name=name, gate=gate, targets=listed))
+    text = CONFIG.format(name=name, gate=gate, targets=listed)
+    config.write_text(f"{text}\n{more}")
     command = [sys.executable, "-m", "compilekit", "--json", "build", str(config)]
     done = subprocess.run(
         [*command, "-o", str(folder / "artifact"), "-j", "2"],
@@ -192,3 +193,36 @@ def test_same_bytes_again(artifact: Artifact, tmp_path: Path) -> None:
     """A second build elsewhere gives the same digest."""
     code, result = build(tmp_path, "Small", "nvidia-a100", "nvidia-h200", "nvidia-b200")
     assert (code, result["digest"]) == (0, artifact.digest)
+
+
+def test_a_tuning_file_decides_configs(artifact: Artifact, tmp_path: Path) -> None:
+    """A kernel that the file knows gets its config, the others stay as they were."""
+    launches = {
+        kernel.source: kernel
+        for (target, _, _), program in artifact.programs.items()
+        for kernel in program.kernels.values()
+        if target == "nvidia-h200"
+    }
+    source, kernel = next(iter(sorted(launches.items())))
+    config = {**kernel.launch["config"], "num_warps": 1}
+    assert kernel.launch["config"]["num_warps"] != 1
+    tuning = {
+        "schema": 1,
+        "target": "nvidia-h200",
+        "torch": "2.11.0",
+        "kernels": {source: {"config": config}},
+    }
+    (tmp_path / "tuned.json").write_text(json.dumps(tuning))
+    more = '[autotune]\nfrom = "tuned.json"'
+    code, result = build(tmp_path, "Small", "nvidia-h200", more=more)
+    assert code == 0, result
+    assert result["configs"]["tuned"] == 1
+    assert result["configs"]["default"] == len(launches) - 1
+    rebuilt = open_artifact(tmp_path / "artifact").parse_all()
+    for program in rebuilt.programs.values():
+        for each in program.kernels.values():
+            if each.source == source:
+                assert each.launch["config"] == config
+                assert each.launch["tuned"] == "nvidia-h200"
+            else:
+                assert each.digest == launches[each.source].digest

@@ -27,6 +27,7 @@ def kernel(**fields: object) -> TritonKernel:
         "grid": ("-((xnumel) // -(128))", "1", "1"),
         "config": {"XBLOCK": 128},
         "candidates": 1,
+        "tuned": False,
         "registers": 16,
     }
     return TritonKernel(**{**facts, **fields})  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ class TritonKernel:
         config: The chosen config: block sizes, warps, stages.
         candidates: How many configs Inductor would benchmark.
         registers: Per thread.
+        tuned: True if a tuning file named the config.
     """
 
     cubin: bytes
@@ -46,6 +47,7 @@ class TritonKernel:
     config: dict[str, Any]
     candidates: int
     registers: int
+    tuned: bool
 
 
 @contextlib.contextmanager
@@ -75,6 +77,7 @@ def kept_triton_kernels(
             winner = tuned.get(sha256(self.fn.src.encode()))
             if winner is not None:
                 configs.insert(0, config_of(winner, configs[0]))
+            self.compilekit_winner = configs[0] if winner is not None else None
         for number, config in enumerate(configs, 1):
             self.configs, self.compile_results, self.launchers = [config], [], []
             try:
@@ -165,4 +168,5 @@ def kernel_facts(autotuner: Any) -> TritonKernel:
         config=config_values(result.config),
         candidates=autotuner.compilekit_candidates,
         registers=int(kernel.n_regs),
+        tuned=chosen is autotuner.compilekit_winner,
     )

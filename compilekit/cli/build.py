@@ -151,6 +151,7 @@ def report(result: BuildResult, output: Path) -> Report:
                 ("digest", result.digest),
                 ("size", Size(result.size_bytes)),
                 ("kernels", result.kernels),
+                *((f"configs {name}", n) for name, n in result.configs.items()),
                 ("time", Seconds(result.seconds)),
             )
         )

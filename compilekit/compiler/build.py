@@ -124,10 +124,24 @@ def build(
         seconds=time.perf_counter() - began,
         size_bytes=artifact.size_bytes,
         kernels=kernels,
+        configs=_config_counts(artifact),
     )
     if verify:
         result = _verified(result, config, on_event)
     return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+
+def _config_counts(artifact: Artifact) -> dict[str, int]:
+    """How many GPU kernels have a tuned, an inherited and a default config."""
+    origins: dict[str, str] = {}
+    for (target, _, _), program in artifact.programs.items():
+        for kernel in program.kernels.values():
+            if "tuned" in kernel.launch:
+                measured_on = kernel.launch["tuned"]
+                own = "tuned" if measured_on == target else "inherited"
+                origins[kernel.digest] = own if measured_on else "default"
+    found = list(origins.values())
+    return {name: found.count(name) for name in dict.fromkeys(found)}
 
 
 def _refuse_early(config: configuration.Config, allow_untested_torch: bool) -> None:

@@ -44,6 +44,7 @@ class Pending:
     Attributes:
         compiled: The `CompiledBucket`.
         kernels: Name in the host code → (source digest, shared object to come).
+        tuned_on: The target that the tuning file's configs were measured on.
     """
 
     job: plan.Job
@@ -51,6 +52,7 @@ class Pending:
     began: float
     compiled: Any
     kernels: dict[str, tuple[str, Future[bytes]]]
+    tuned_on: str
 
 
 def main() -> int:
@@ -106,7 +108,8 @@ def _compile_all(
     from compilekit.compiler.tuning import read_tuning
 
     pool = ThreadPoolExecutor(max_workers=threads)
-    tuned = read_tuning(config).configs()
+    tuning = read_tuning(config)
+    tuned = tuning.configs()
     if target.kind == "cuda":
         if emulation.is_emulated(os.environ):
             emulation.install(target)
@@ -174,7 +177,7 @@ def _compile_all(
             if digest not in known:
                 known[digest] = pool.submit(compile_source, source.code, digest[:16])
             futures[name] = (digest, known[digest])
-        pending.append(Pending(job, index, began, compiled, futures))
+        pending.append(Pending(job, index, began, compiled, futures, tuning.target))
         pending = [
             item for item in pending if not _finished(item, scratch, count, emit, False)
         ]
@@ -257,7 +260,7 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
             )
         )
         for name, (kernel, grid) in item.compiled.triton.items():
-            references[name] = _cubin(scratch, kernel, grid)
+            references[name] = _cubin(scratch, kernel, grid, item.tuned_on)
         size = _write(item, scratch, references)
     except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
         emit(_failed(replace(about, stage=""), exc, item.began))
@@ -288,7 +291,9 @@ def _kernel(
     return KernelRef(digest, source, {"argtypes": list(cpp.argtypes)})
 
 
-def _cubin(scratch: Path, kernel: Any, grid: tuple[int, int, int]) -> KernelRef:
+def _cubin(
+    scratch: Path, kernel: Any, grid: tuple[int, int, int], tuned_on: str
+) -> KernelRef:
     """Put a Triton kernel and its source into the scratch folder."""
     digest, source = canonical.sha256(kernel.cubin), kernel.source.encode()
     _write_once(scratch / "kernels" / f"{digest}.cubin", kernel.cubin)
@@ -303,6 +308,7 @@ def _cubin(scratch: Path, kernel: Any, grid: tuple[int, int, int]) -> KernelRef:
         "scratch": kernel.scratch,
         "shared": kernel.shared,
         "symbol": kernel.symbol,
+        "tuned": tuned_on if kernel.tuned else "",
     }
     return KernelRef(digest, canonical.sha256(source), launch)
 
