@@ -35,6 +35,7 @@ SURFACE = {
         "--device",
         "--weights",
         "--out",
+        "--plot",
     ],
     "build": [
         "CONFIG",

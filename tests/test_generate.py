@@ -14,7 +14,12 @@ import compilekit
 from compilekit import config as configuration
 from compilekit.compiler.build import build
 from compilekit.compiler.models import build_real
-from compilekit.errors import CallRefusedError, ConfigError, NoBucketError
+from compilekit.errors import (
+    CallRefusedError,
+    ConfigError,
+    MismatchError,
+    NoBucketError,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CONFIG = Path(__file__).parent / "generate" / "compilekit.toml"
@@ -222,6 +227,15 @@ def test_detach_and_drift(artifact: Path, model: Any, eager: Any) -> None:
     assert "forward" not in vars(model)
     assert "_prepare_static_cache" not in vars(model)
     assert torch.equal(generate(model, batch([6]), 6), expected)
+
+
+def test_activation_checkpointing_is_noticed(artifact: Path, model: Any) -> None:
+    """Switched on after attach, it is named, whatever else it changes."""
+    compilekit.attach(model, artifact)
+    generate(model, batch([5]), 2)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(MismatchError, match="gradient_checkpointing"):
+        generate(model, batch([5]), 2)
 
 
 def test_long_prompt_without_chunks(

@@ -198,3 +198,40 @@ def figures(result: Result, row: Result) -> dict[tuple[str, int], dict[str, floa
             figure["of_limit"] = best * 1e3 / ms
         found[step["kind"], step["batch"]] = figure
     return found
+
+
+def plot(result: Result, path: Path) -> None:
+    """Draw tokens per second by strategy, with the device's limit as a line.
+
+    Args:
+        path: Its suffix decides the format (``.svg``, ``.png``).
+    Raises:
+        ConfigError: matplotlib isn't there.
+        ResourceError: the file can't be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as exc:
+        raise ConfigError(
+            f"--plot needs matplotlib: {exc}",
+            hint='Install it: pip install "compilekit[report]"',
+        ) from exc
+    rows = [row for row in result["rows"] if row.get("steps")]
+    kinds = [(k, b) for k in ("prefill", "decode") for b in result["batches"]]
+    figure = Figure(figsize=(4 * len(kinds), 4), layout="constrained")
+    for place, (kind, batch) in enumerate(kinds, 1):
+        axes = figure.add_subplot(1, len(kinds), place)
+        found = [figures(result, row)[kind, batch] for row in rows]
+        axes.bar(range(len(rows)), [each["tokens_per_s"] for each in found])
+        limits = [e["tokens_per_s"] / e["of_limit"] for e in found if "of_limit" in e]
+        if limits:
+            axes.axhline(limits[0], linestyle="--", label="device's limit")
+            axes.legend()
+        names = [row["strategy"] for row in rows]
+        axes.set_xticks(range(len(rows)), names, rotation=45, ha="right")
+        axes.set_title(f"{kind}, batch {batch}")
+        axes.set_ylabel("tokens per second")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as exc:
+        raise ResourceError(f"{path}: the plot can't be written: {exc}") from exc

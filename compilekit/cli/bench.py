@@ -293,6 +293,12 @@ def bucket_table(result: StartupResult) -> Table | None:
     metavar="FILE",
     help="Raw numbers; what is there already isn't measured again.",
 )
+@click.option(
+    "--plot",
+    type=PATH,
+    metavar="FILE",
+    help="Draw tokens per second there (needs matplotlib).",
+)
 @click.pass_obj
 def throughput(
     console: Console,
@@ -305,6 +311,7 @@ def throughput(
     device: str | None,
     weights: str | None,
     out: Path,
+    plot: Path | None,
 ) -> Report:
     """Measure how fast a language model is served, by strategy.
 
@@ -329,6 +336,8 @@ def throughput(
         weights=weights or "",
         on_event=console.note,
     )
+    if plot is not None:
+        bench.plot(result, plot)
     return throughput_report(result, out)
 
 
