@@ -43,6 +43,7 @@ GOLDENS = {
     "entry": tuple(golden.ARTIFACT.glob("programs/*/*/entry.json")),
     "program": tuple(golden.ARTIFACT.glob("programs/*/*/*/program.json")),
     "verification": (golden.RECORD,),
+    "signature": (golden.FOLDER / "signature.json",),
 }
 
 
@@ -941,6 +942,28 @@ def test_damaged_record(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"a\.verified\.json can't be written"):
         api.write_verification(artifact, {golden.TARGET: golden.verified()})
     assert sorted(os.listdir(tmp_path)) == ["a", "a.verified.json"]
+
+
+def test_a_record_that_is_no_file(tmp_path: Path) -> None:
+    """A pipe doesn't hang the start, and a huge file isn't read."""
+    artifact = golden.write(tmp_path / "artifact")
+    path = tmp_path / "artifact.verified.json"
+    os.mkfifo(path)
+    record, reason = api.read_verification(artifact)
+    assert (record, "found a device, pipe" in reason) == (None, True)
+    path.unlink()
+    path.touch()
+    os.truncate(path, 1 << 40)
+    record, reason = api.read_verification(artifact)
+    assert (record, "expected at most" in reason) == (None, True)
+
+
+def test_a_place_with_a_pipe_for_a_manifest(tmp_path: Path) -> None:
+    """It is no artifact, and is left alone at once."""
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / "manifest.json")
+    with pytest.raises(ResourceError, match=r"manifest\.json"):
+        golden.write(tmp_path / "out")
 
 
 def test_why_unverified(tmp_path: Path) -> None:

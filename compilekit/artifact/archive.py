@@ -38,7 +38,6 @@ FOLDER = "artifact"
 SIGNATURE = ".signature.json"
 RECORDS = (SIGNATURE, ".verified.json")
 
-_MAX_INDEX_BYTES = 64 << 20
 _MAX_RECORD_BYTES = 16 << 20
 _CHUNK = 1 << 20
 
@@ -96,6 +95,8 @@ def unpack(
     file: str | os.PathLike[str],
     out_dir: str | os.PathLike[str],
     approve: Approve | None = None,
+    *,
+    called: str = "",
 ) -> Artifact:
     """Put a packed artifact into its place, verified, in one step; records beside it.
 
@@ -103,6 +104,7 @@ def unpack(
         out_dir: The artifact's place; an artifact there is replaced.
         approve: Called with the artifact's digest and the bytes of its signature record
             (None without one) before anything is parsed; raises to refuse it.
+        called: Its name in errors; the file's by default.
     Raises:
         ArtifactError: The archive is damaged, or holds what the manifest doesn't list.
         ResourceError: It can't be read, or the place can't be written.
@@ -117,7 +119,9 @@ def unpack(
         artifact = write.install(out_dir, fill)
     except ArtifactError as exc:
         raise type(exc)(
-            f"packed artifact {path}: {exc.message}", hint=_NOTHING, **exc.fields
+            f"packed artifact {called or path}: {exc.message}",
+            hint=_NOTHING,
+            **exc.fields,
         ) from exc
     write_records(artifact.root, records)
     return artifact
@@ -129,7 +133,7 @@ def read_records(artifact: Artifact) -> dict[str, bytes]:
     for suffix in RECORDS:
         place = artifact.root.with_name(artifact.root.name + suffix)
         try:
-            data = place.read_bytes()
+            data = store.read_beside(place, _MAX_RECORD_BYTES)
             about = canonical.decode(data, place.name).get("artifact")
         except (OSError, ManifestError):
             continue
@@ -248,7 +252,7 @@ def _extract_members(
             f" {name or 'nothing'!r}",
             path=name,
         )
-    data = _read(archive, member, _MAX_INDEX_BYTES)
+    data = _read(archive, member, store.MAX_INDEX_BYTES)
     listing = store.approved_manifest(
         data, approve and (lambda digest: approve(digest, records.get(SIGNATURE)))
     )
@@ -261,7 +265,7 @@ def _extract_members(
     for name, member in members:
         path = name.removeprefix(f"{FOLDER}/")
         if path == manifest.REPORTS_INDEX and path not in indexes:
-            data = indexes[path] = _read(archive, member, _MAX_INDEX_BYTES)
+            data = indexes[path] = _read(archive, member, store.MAX_INDEX_BYTES)
             reports = manifest.read_reports(data, listing.digest).files
             write.make_folders(staging, (path, *reports))
             write.write_file(staging / path, [data])

@@ -18,6 +18,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import stat
@@ -39,7 +40,7 @@ from compilekit.errors import (
 )
 
 # 10,000 files take 2 MB; a larger index is no index.
-_MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 64 << 20
 _CHUNK = 1 << 20
 _SHOWN = 20
 
@@ -324,9 +325,9 @@ def _read_index(root: int, path: str) -> bytes:
                 f"{path}: expected a plain file, found {_kind(status.st_mode)}",
                 path=path,
             )
-        if status.st_size > _MAX_INDEX_BYTES:
+        if status.st_size > MAX_INDEX_BYTES:
             raise ManifestError(
-                f"{path}: expected at most {_MAX_INDEX_BYTES} bytes, found"
+                f"{path}: expected at most {MAX_INDEX_BYTES} bytes, found"
                 f" {status.st_size}",
                 path=path,
             )
@@ -353,6 +354,29 @@ def _open_at(folder: int, name: str, flags: int, path: str) -> int:
                 f"{path}: expected a plain file, found {_kind(mode)}", path=path
             ) from exc
         raise _unreadable(path, exc) from exc
+
+
+def read_beside(path: Path, most: int) -> bytes:
+    """A record that lies beside an artifact, which nothing vouches for.
+
+    Args:
+        most: Its size in bytes, at most.
+    Raises:
+        OSError: It isn't there, no plain file, larger, or can't be read.
+    """
+    # Not _FILE_FLAGS: whoever owns the folder may put a link to a record there.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = _kind(status.st_mode)
+            raise OSError(errno.EINVAL, f"expected a plain file, found {kind}", path)
+        data = b"" if status.st_size > most else _read_all(descriptor, status.st_size)
+        if max(status.st_size, len(data)) > most:
+            raise OSError(errno.EFBIG, f"expected at most {most} bytes", path)
+        return data
+    finally:
+        os.close(descriptor)
 
 
 def _read_below(root: int, path: str, file: File) -> bytes:

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from compilekit import results
-from compilekit.artifact import canonical, schema
+from compilekit.artifact import canonical, schema, store
 from compilekit.artifact.store import Artifact
 from compilekit.errors import ArtifactError, ResourceError
 from compilekit.results import BucketVerified
 
 SCHEMA = 1
+# Ten thousand replays take 4 MB.
+MAX_BYTES = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ def read_verification(artifact: Artifact) -> tuple[Verification | None, str]:
     """
     path = verification_path(artifact)
     try:
-        data = path.read_bytes()
+        data = store.read_beside(path, MAX_BYTES)
     except FileNotFoundError:
         return None, f"there is no record at {path}"
     except OSError as exc:

@@ -148,7 +148,8 @@ def _listed_files(out: Path) -> set[str]:
     listed: set[str] = set()
     for index in (manifest.MANIFEST, manifest.REPORTS_INDEX):
         try:
-            fields = canonical.decode((out / index).read_bytes(), index)
+            data = store.read_beside(out / index, store.MAX_INDEX_BYTES)
+            fields = canonical.decode(data, index)
         except (OSError, ManifestError):
             continue
         if index == manifest.MANIFEST and fields.get("format") != manifest.FORMAT:

@@ -14,14 +14,13 @@ newer one (``--min-serial``).
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compilekit.artifact import Artifact, canonical, write
+from compilekit.artifact import Artifact, canonical, schema, store, write
 from compilekit.errors import ManifestError, ResourceError, SignatureError
 from compilekit.trust.places import why_writable
 
@@ -104,7 +103,7 @@ def sign(
     path = record_path(artifact.root)
     try:
         with write.replacing(path) as part:
-            write.write_file(part, [_record(artifact.digest, [*others, made])])
+            write.write_file(part, [encode_record(artifact.digest, [*others, made])])
     except OSError as exc:
         raise ResourceError(
             f"signature {path} can't be written: {exc.strerror}",
@@ -121,10 +120,8 @@ def read_record(root: Path) -> bytes | None:
         SignatureError: It can't be read, or is too large to be one.
     """
     path = record_path(root)
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        with open(os.open(path, flags), "rb") as stream:
-            return _bounded(stream.read(_MAX_BYTES + 1), str(path))
+        return store.read_beside(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -208,7 +205,8 @@ def load_keys(file: str | os.PathLike[str]) -> tuple[PublicKey, ...]:
 # --- The record --------------------------------------------------------------------
 
 
-def _record(digest: str, signatures: Sequence[Signature]) -> bytes:
+def encode_record(digest: str, signatures: Sequence[Signature]) -> bytes:
+    """The bytes of the record of an artifact."""
     return canonical.encode(
         {
             "schema": SCHEMA,
@@ -229,26 +227,20 @@ def _parse(record: bytes, place: str) -> tuple[str, list[Signature]]:
     """A record's digest and signatures; nothing in it has been trusted yet."""
     try:
         fields = canonical.decode(_bounded(record, place), "signature record")
+        schema.validate("signature", fields, "signature record")
         found = [_signature(one) for one in fields["signatures"]]
-        about = fields["artifact"]
-        if fields["schema"] != SCHEMA or not canonical.is_digest(about):
-            raise ValueError("schema or artifact")
-    except (ManifestError, LookupError, TypeError, ValueError) as exc:
+    except (ManifestError, ValueError) as exc:
         raise _refused(place, f"the signature record is malformed ({exc})") from exc
-    return about, found
+    return fields["artifact"], found
 
 
-def _signature(fields: Any) -> Signature:
-    key, serial = fields["key"], fields["serial"]
-    if not canonical.is_digest(key):
-        raise ValueError("key")
-    if type(serial) is not int or not 0 <= serial <= MAX_SERIAL:
-        raise ValueError("serial")
-    try:
-        signature = base64.b64decode(fields["signature"], validate=True)
-    except binascii.Error as exc:
-        raise ValueError("signature") from exc
-    return Signature(key, serial, signature)
+def _signature(fields: Mapping[str, Any]) -> Signature:
+    serial = fields["serial"]
+    if serial > MAX_SERIAL:
+        raise ValueError(f"serial {serial}")
+    # A pattern can't see that the bits behind the 64 bytes are zeros.
+    signature = base64.b64decode(fields["signature"], validate=True)
+    return Signature(fields["key"], serial, signature)
 
 
 def _signed_before(artifact: Artifact) -> list[Signature]:
