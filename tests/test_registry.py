@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import json
 import re
 import shutil
 import socket
 import subprocess
+import tarfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import golden
 import oras.client
 import oras.decorator
 import pytest
+from registry_store import Store
 from test_combine import V4, retargeted
 from test_signature import make_keys
 
@@ -32,80 +35,7 @@ from compilekit.errors import (
     MismatchError,
     ResourceError,
 )
-
-
-class Store(ThreadingHTTPServer):
-    """A registry: blobs and manifests in memory, open to meddling."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.blobs: dict[str, bytes] = {}
-        self.manifests: dict[str, bytes] = {}
-        self.gets: list[str] = []
-        self.uploads = 0
-
-    @property
-    def address(self) -> str:
-        """Host and port."""
-        return f"127.0.0.1:{self.server_address[1]}"
-
-
-class Answers(BaseHTTPRequestHandler):
-    """The part of the distribution protocol that push and pull speak."""
-
-    server: Store
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
-
-    def answer(self, status: int, data: bytes = b"", **headers: str) -> None:
-        """Send one answer."""
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def body(self) -> bytes:
-        """What came."""
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-    def do_GET(self) -> None:
-        """A blob or a manifest."""
-        name = self.path.rsplit("/", 1)[1]
-        kind = (
-            self.server.manifests if "/manifests/" in self.path else self.server.blobs
-        )
-        if self.command == "GET":
-            self.server.gets.append(name)
-        if name in kind:
-            self.answer(200, kind[name])
-        else:
-            self.answer(404)
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        """Where to upload to."""
-        self.body()
-        self.answer(202, Location=f"http://{self.server.address}/upload")
-
-    def do_PUT(self) -> None:
-        """A blob or a manifest, under its digest."""
-        data = self.body()
-        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if "/manifests/" in self.path:
-            self.server.manifests[self.path.rsplit("/", 1)[1]] = data
-            self.server.manifests[digest] = data
-        else:
-            self.server.uploads += 1
-            self.server.blobs[digest] = data
-        self.answer(201, Location=self.path)
+from compilekit.registry import carrier
 
 
 class Patient:
@@ -273,7 +203,7 @@ def test_a_hostile_layer_with_a_good_digest(
     store.blobs[sealed] = evil
     text = store.manifests["1"].decode()
     store.manifests["1"] = text.replace(digest, sealed).encode()
-    with pytest.raises(DigestError, match=r"call\.py"):
+    with pytest.raises(DigestError, match=rf"{pushed}(?s:.*)call\.py"):
         registry.pull(pushed, tmp_path / "a", target=V4, insecure=True)
     assert not (tmp_path / "a").exists()
 
@@ -341,6 +271,75 @@ def test_without_the_package(both: Artifact, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ResourceError) as caught:
         registry.push(both, "127.0.0.1:1/m:1")
     assert "compilekit[oci]" in caught.value.hint
+
+
+# --- MCV's images --------------------------------------------------------------------
+
+
+def carried(store: Store) -> tuple[dict[str, str], bytes]:
+    """Labels and layer of the image in the registry."""
+    manifest = json.loads(store.manifests["1"])
+    (layer,) = manifest["layers"]
+    assert layer["mediaType"] == "application/vnd.oci.image.layer.v1.tar+gzip"
+    image = json.loads(store.blobs[manifest["config"]["digest"]])
+    data = gzip.decompress(store.blobs[layer["digest"]])
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    assert image["rootfs"]["diff_ids"] == [digest]
+    labels: dict[str, str] = image["config"]["Labels"]
+    return labels, data
+
+
+def test_an_image_for_mcv(
+    store: Store,
+    both: Artifact,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a node extracts from it is the signed artifact; labels say how large."""
+    private, public = map(str, make_keys(tmp_path))
+    words = ["push", str(both.root), f"{store.address}/carrier:1", "--insecure"]
+    assert run([*words, "--mcv", "--target", V4, "--key", private, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    labels, data = carried(store)
+    assert result["labels"] == labels
+    with tarfile.open(fileobj=io.BytesIO(data)) as layer:
+        names = layer.getnames()
+        layer.extractall(tmp_path / "node", filter="data")
+    assert names[0] == "io.triton.cache"
+    assert "io.triton.manifest/manifest.json" in names
+    cache = tmp_path / "node" / "io.triton.cache"
+    sizes = [path.stat().st_size for path in cache.rglob("*") if path.is_file()]
+    assert labels["cache.triton.image/cache-size-bytes"] == str(sum(sizes))
+    assert labels["cache.triton.image/entry-count"] == "2"
+    summary = json.loads(labels["cache.triton.image/summary"])
+    assert summary["targets"][0]["backend"] == "cpu"
+    assert run(["verify-signature", str(cache / "artifact"), "--key", public]) == 0
+    before = store.manifests["1"]
+    assert run([*words, "--mcv", "--target", V4, "--key", private]) == 0
+    assert store.manifests["1"] == before
+
+
+def test_labels_of_a_gpu(both: Artifact) -> None:
+    """Backend, compute capability and warp size, as MCV compares them."""
+    device = dict(targets.load_target("nvidia-h200").device)
+    described = {"nvidia-h200": {"kind": "cuda", "device": device}}
+    both.manifest = both.manifest._replace(targets=described)
+    labels = carrier.mcv_labels(both, "nvidia-h200", 7)
+    assert labels["cache.triton.image/summary"] == (
+        '{"targets":[{"backend":"cuda","arch":"90","warp_size":32}]}'
+    )
+    assert labels["io.compilekit.digest"] == both.digest
+
+
+def test_an_image_for_mcv_holds_one_target(
+    store: Store, both: Artifact, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of several, one must be named; without --mcv there is nothing to choose."""
+    words = ["push", str(both.root), f"{store.address}/carrier:1", "--insecure"]
+    assert run([*words, "--mcv"]) == 2
+    assert V4 in capsys.readouterr().err
+    assert run([*words, "--target", V4]) == 2
+    assert store.manifests == {}
 
 
 CONFIG = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from compilekit.cli.options import PATH, Command, artifact_argument, trust_options
-from compilekit.console import Facts, Mark, Report, Size
+from compilekit.console import Facts, Mark, Report, Size, Table
 
 
 @click.command(cls=Command, example="compilekit pack artifact -o model.compilekit.tar")
@@ -25,7 +25,13 @@ from compilekit.console import Facts, Mark, Report, Size
     default=True,
     help="Take the build's reports along; without them equal builds give equal files.",
 )
-def pack(artifact: Path, output: Path, reports: bool) -> Report:
+@click.option(
+    "--hub",
+    is_flag=True,
+    help="Write plain files instead, in the layout of a Hub repository: an artifact in"
+    " OUTPUT/torchX.Y/smNN, or a CPU target's name, for each.",
+)
+def pack(artifact: Path, output: Path, reports: bool, hub: bool) -> Report:
     """Put ARTIFACT into one file, the same bytes each time.
 
     Every digest is verified on the way. The verification record and the signature that
@@ -33,6 +39,8 @@ def pack(artifact: Path, output: Path, reports: bool) -> Report:
     """
     from compilekit.artifact import archive, open_artifact
 
+    if hub:
+        return _hub(artifact, output)
     packed = archive.pack(open_artifact(artifact), output, reports=reports)
     facts = (
         ("file", str(packed.file)),
@@ -43,6 +51,33 @@ def pack(artifact: Path, output: Path, reports: bool) -> Report:
     return Report(
         packed, (Facts(facts),), next=f"compilekit unpack {output} -o artifact"
     )
+
+
+def _hub(artifact: Path, output: Path) -> Report:
+    from compilekit.artifact import open_artifact
+    from compilekit.artifact.parts import write_hub
+
+    made = write_hub(open_artifact(artifact).parse_all(), output)
+    rows = [
+        (
+            str(part.root.relative_to(output.resolve())),
+            ", ".join(part.manifest.targets),
+            Size(part.size_bytes),
+            part.digest,
+        )
+        for part in made
+    ]
+    result = [
+        {
+            "artifact": part.root,
+            "targets": list(part.manifest.targets),
+            "digest": part.digest,
+            "size_bytes": part.size_bytes,
+        }
+        for part in made
+    ]
+    table = Table("artifact", ("place", "targets", "size", "digest"), rows)
+    return Report(result, (table,), next=f"compilekit load {output}")
 
 
 @click.command(

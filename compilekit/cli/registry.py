@@ -8,6 +8,7 @@ import click
 
 from compilekit.cli.options import PATH, Command, artifact_argument, trust_options
 from compilekit.console import Facts, Report, Size, Table
+from compilekit.errors import ConfigError
 
 _INSECURE = "Speak HTTP, to a registry without TLS."
 
@@ -31,8 +32,20 @@ _INSECURE = "Speak HTTP, to a registry without TLS."
     help="The signatures' serial; rises with each release.",
 )
 @click.option("--insecure", is_flag=True, help=_INSECURE)
+@click.option(
+    "--mcv",
+    is_flag=True,
+    help="Push an image that Red Hat's Model Cache Vault extracts (GKM, KServe).",
+)
+@click.option("--target", metavar="NAME", help="The target that an MCV image holds.")
 def push(
-    artifact: Path, reference: str, key: Path | None, serial: int, insecure: bool
+    artifact: Path,
+    reference: str,
+    key: Path | None,
+    serial: int,
+    insecure: bool,
+    mcv: bool,
+    target: str | None,
 ) -> Report:
     """Put ARTIFACT into an OCI registry, one layer per target.
 
@@ -47,10 +60,20 @@ def push(
         if key is not None:
             signature.sign(part, key, serial)
 
+    if target and not mcv:
+        raise ConfigError("--target: expected --mcv too; a push takes every target")
     opened = open_artifact(artifact).parse_all()
-    pushed = registry.push(
-        opened, reference, insecure=insecure, sign=sign if key else None
-    )
+    signing = sign if key else None
+    if mcv:
+        from compilekit.registry.carrier import push_carrier
+
+        carried = push_carrier(
+            opened, reference, target=target or "", insecure=insecure, sign=signing
+        )
+        facts = [(name, str(value)) for name, value in carried._asdict().items()]
+        shown = Table("label", ("label", "value"), list(carried.labels.items()))
+        return Report(carried, (Facts(facts[:-1]), shown))
+    pushed = registry.push(opened, reference, insecure=insecure, sign=signing)
     rows = [
         (one.target, Size(one.size), one.layer, one.digest) for one in pushed.layers
     ]

@@ -64,7 +64,7 @@ def refuse(what: str, mismatches: tuple[Mismatch, ...]) -> tuple[Mismatch, ...]:
 def _versions(artifact: Artifact) -> list[Mismatch]:
     found = []
     factors = artifact.manifest.factors
-    built, here = str(factors["torch.version"]), _installed("torch").partition("+")[0]
+    built, here = str(factors["torch.version"]), installed("torch").partition("+")[0]
     if built != here:
         same_minor = minor(built) == minor(here)
         found.append(
@@ -92,12 +92,12 @@ def _versions(artifact: Artifact) -> list[Mismatch]:
             )
         )
     known = factors.get("transformers.version")
-    if known is not None and (installed := _installed("transformers")) != known:
+    if known is not None and (there := installed("transformers")) != known:
         found.append(
             Mismatch(
                 "transformers.version",
                 str(known),
-                installed,
+                there,
                 "warn",
                 "Functions that were compiled are compared one by one at attach.",
                 f"Install transformers {known} to be sure.",
@@ -106,7 +106,7 @@ def _versions(artifact: Artifact) -> list[Mismatch]:
     return found
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
     """Its version, without an import: torch's takes a second."""
     module = sys.modules.get(package)
     if module is not None:
@@ -314,7 +314,7 @@ def describe_machine(kind: str = "cpu") -> dict[str, Any]:
     import torch
 
     described = {
-        "torch.version": _installed("torch"),
+        "torch.version": installed("torch"),
         "python.version": platform.python_version(),
         "machine": targets.machine(),
         "threads": torch.get_num_threads(),

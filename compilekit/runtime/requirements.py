@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from compilekit.artifact import Artifact, open_artifact
 from compilekit.errors import ConfigError, PolicyError
+from compilekit.runtime.check import installed
 
 REQUIREMENTS = ("program", "cache", "verified")
 
@@ -29,6 +31,8 @@ def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifac
             "no artifact: neither an argument nor COMPILEKIT_ARTIFACT names one",
             hint='attach(model, "DIR"), or start with `compilekit load DIR -- …`.',
         )
+    if not isinstance(artifact, Artifact):
+        artifact = _found(artifact)
     if any(os.environ.get(name) for name in _TRUST):
         from compilekit.trust.policy import from_environment, open_trusted
 
@@ -36,6 +40,24 @@ def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifac
         path = artifact.root if isinstance(artifact, Artifact) else artifact
         return open_trusted(path, from_environment())
     return artifact if isinstance(artifact, Artifact) else open_artifact(artifact)
+
+
+def _found(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The same path, or the artifact in it for this machine (the layout of a Hub)."""
+    if os.path.exists(os.path.join(path, "manifest.json")):
+        return path
+    from compilekit.artifact import parts
+
+    folder = Path(path)
+    if not parts.is_hub(folder):
+        return path
+    capability = ""
+    if parts.capabilities(folder):
+        from compilekit.runtime.gpu import gpu_here
+
+        gpu = gpu_here()
+        capability = f"{gpu.major}{gpu.minor}" if gpu else ""
+    return parts.choose_hub(folder, installed("torch"), capability)
 
 
 _TRUST = (
