@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from compilekit._torch.emulation.assembler import check_assembler
 from compilekit.artifact import Artifact, open_artifact
+from compilekit.errors import ResourceError
+from compilekit.targets import list_targets, load_target
 
 pytestmark = pytest.mark.cuda
 
@@ -226,3 +229,17 @@ def test_a_tuning_file_decides_configs(artifact: Artifact, tmp_path: Path) -> No
                 assert each.launch["tuned"] == "nvidia-h200"
             else:
                 assert each.digest == launches[each.source].digest
+
+
+@pytest.mark.parametrize("name", [n for n in list_targets() if n.startswith("nvidia-")])
+def test_the_wheels_assembler_knows_every_target(name: str) -> None:
+    """Triton's own assembler takes each GPU whose description is shipped."""
+    check_assembler(load_target(name))
+
+
+def test_an_assembler_that_rejects_the_gpu_ends_the_build(tmp_path: Path) -> None:
+    """The wheel's own, asked for a GPU that doesn't exist; nothing is compiled."""
+    unknown = load_target("nvidia-h200")
+    unknown = unknown._replace(device={**unknown.device, "major": 9, "minor": 9})
+    with pytest.raises(ResourceError, match=r"sm_99a.* is not defined"):
+        check_assembler(unknown)

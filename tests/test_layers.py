@@ -64,7 +64,11 @@ PACKAGES = {
     # requests is what oras speaks through, and what it raises.
     REGISTRY: {"oras", "requests"},
     RUNTIME: {"torch", "safetensors"},
-    COMPILER: {"torch", "safetensors", "transformers", "triton"},
+    COMPILER: {
+        *("torch", "safetensors", "transformers", "triton"),
+        # The extra `attest`: statements are protocol buffers, links purls.
+        *("cyclonedx", "packageurl", "in_toto_attestation", "google"),
+    },
     COMMAND_LINE: {"click", "rich"},
 }
 

@@ -67,6 +67,12 @@ _TONES: dict[str, Tone] = {
     is_flag=True,
     help="Try a torch minor that compilekit wasn't tested with.",
 )
+@click.option(
+    "--attest",
+    metavar="URI",
+    help="Who builds: writes provenance (in-toto, SLSA) and a bill of materials"
+    " (CycloneDX) into the artifact's reports.",
+)
 @click.pass_obj
 def build(
     console: Console,
@@ -76,6 +82,7 @@ def build(
     jobs: int | None,
     verify: bool,
     allow_untested_torch: bool,
+    attest: str | None,
 ) -> Report:
     """Compile every bucket of CONFIG and write the artifact.
 
@@ -102,6 +109,7 @@ def build(
             jobs=configuration.build.jobs if jobs is None else jobs,
             verify=verify,
             allow_untested_torch=allow_untested_torch,
+            attest=attest or "",
             on_event=progress,
         )
     return report(result, output)

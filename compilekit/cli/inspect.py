@@ -34,7 +34,11 @@ def inspect(artifact: Path, bucket: str | None) -> Report:
 
 def overview(artifact: Artifact) -> Report:
     """Model, targets, entries, buckets, factors, sizes and digest."""
+    from compilekit.compiler import attest
+
     manifest = artifact.manifest
+    documents = [p for p in (attest.PROVENANCE, attest.SBOM) if p in artifact.reports]
+    attested = attest.summary({path: artifact.read(path) for path in documents})
     sizes = {key: program_size(artifact, p) for key, p in artifact.programs.items()}
     kernels = [path for path in manifest.files if path.startswith("kernels/")]
     result = {
@@ -60,6 +64,7 @@ def overview(artifact: Artifact) -> Report:
         "kernels": len(kernels),
         "files": len(manifest.files),
         "size_bytes": artifact.size_bytes,
+        "attested": attested,
     }
     facts = Facts(
         (
@@ -74,6 +79,7 @@ def overview(artifact: Artifact) -> Report:
             ("kernels", len(kernels)),
             ("files", len(manifest.files)),
             ("size", Size(artifact.size_bytes)),
+            *attested.items(),
         )
     )
     rows = [

@@ -4,8 +4,8 @@ Lifecycle:
     1. `plan.make_plan` lists the jobs (target × entry × bucket).
     2. One worker process per target compiles them (`compilekit.compiler.worker`); a
        bucket that kills its worker is reported and the rest gets a new one.
-    3. `_pack` merges what the buckets say about their entries, and writes the artifact
-       in one step, only when every bucket is there.
+    3. `_gather` merges what the buckets say about their entries, and the artifact is
+       written in one step, only when every bucket is there.
     4. `verify` replays every bucket in fresh processes, where the target's CPU is here.
 """
 
@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ from compilekit.artifact import (
     canonical,
     write_artifact,
 )
+from compilekit.artifact.manifest import seal_manifest
 from compilekit.artifact.program import entry_from_json, to_json
+from compilekit.compiler import attest as attestation
 from compilekit.compiler.cache import Harvest, build_caches
+from compilekit.compiler.verify import CONFIG_REPORT
 from compilekit.errors import ConfigError
 from compilekit.events import BuildEvent, OnBuildEvent, from_line, ignore
 from compilekit.results import BucketResult, BucketVerified, BuildResult
@@ -53,6 +57,7 @@ def build(
     jobs: int = 0,
     verify: bool = True,
     allow_untested_torch: bool = False,
+    attest: str = "",
     on_event: OnBuildEvent = ignore,
 ) -> BuildResult:
     """Compile every bucket and write the artifact.
@@ -62,6 +67,8 @@ def build(
         targets: Instead of the configuration's.
         jobs: Kernels compiled at once; 0 = one per CPU.
         verify: Replay every bucket afterwards.
+        attest: URI of who builds; provenance and a bill of materials are then among
+            the artifact's reports. Empty = neither.
         on_event: Called with every step.
     Returns:
         What became of every bucket. If one failed, nothing was written.
@@ -70,12 +77,14 @@ def build(
         MismatchError: this torch or Python isn't supported.
         ResourceError: a tool is missing, or the place can't be written.
     """
-    began = time.perf_counter()
+    began, began_at = time.perf_counter(), datetime.now(UTC)
     if targets:
         config = dataclasses.replace(
             config, build=dataclasses.replace(config.build, targets=targets)
         )
     _refuse_early(config, allow_untested_torch)
+    if attest:
+        attestation.require_libraries()
     planned = plan.make_plan(config)
     threads = jobs or config.build.jobs or os.cpu_count() or 1
     logs = Path(f"{out}.logs")
@@ -114,7 +123,14 @@ def build(
                 seconds=time.perf_counter() - began,
                 exit_code=_exit_code(failed[0]),
             )
-        artifact = _pack(config, planned, scratch, out, caches)
+        parts, files, reports = _gather(config, planned, scratch, caches)
+        if attest:
+            data, sealed = seal_manifest(parts, files)
+            toml, now = reports[CONFIG_REPORT], datetime.now(UTC)
+            reports.update(
+                attestation.attestations(sealed, data, toml, attest, began_at, now)
+            )
+        artifact = write_artifact(out, parts, files, reports)
     shutil.rmtree(logs, ignore_errors=True)
     kernels = sum(path.startswith("kernels/") for path in artifact.manifest.files)
     result = BuildResult(
@@ -169,12 +185,23 @@ def _refuse_early(config: configuration.Config, allow_untested_torch: bool) -> N
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """A private folder that is gone afterwards, also after Ctrl-C."""
-    folder = Path(tempfile.mkdtemp(prefix="compilekit-build-"))
+    """A private folder that is gone afterwards, also after Ctrl-C.
+
+    Raises:
+        ResourceError: It can't be made, or what the build does in it fails.
+    """
+    folder = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix="compilekit-build-"))
         yield folder
+    except OSError as exc:
+        raise errors.ResourceError(
+            f"the build can't go on: {exc.strerror} ({exc.filename or 'a file'})",
+            hint="Free some space, or set TMPDIR to a place that can be written.",
+        ) from exc
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compile(
@@ -349,6 +376,7 @@ def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
     import torch
 
     from compilekit._torch import emulation
+    from compilekit._torch.emulation.assembler import check_assembler
 
     if torch.version.cuda is None:
         raise errors.NeedsDeviceError(
@@ -356,6 +384,7 @@ def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
             f" {torch.__version__}",
             hint="Install torch's CUDA wheel; no GPU or driver is needed.",
         )
+    check_assembler(target)
     if emulation.is_here(target):
         return emulation.native_environment(environment)
     stubs = emulation.make_stubs(target, torch.version.cuda, scratch / "stubs")
@@ -448,17 +477,15 @@ def _both(
     ]
 
 
-def _pack(
+def _gather(
     config: configuration.Config,
     planned: plan.Plan,
     scratch: Path,
-    out: Path,
     caches: Mapping[str, Harvest],
-) -> Artifact:
-    """Put everything the workers left into one artifact."""
+) -> tuple[Manifest, dict[str, bytes], dict[str, bytes]]:
+    """Everything the workers left: manifest, files and reports of one artifact."""
     from compilekit.compiler import factors
     from compilekit.compiler.compile import merge_entries
-    from compilekit.compiler.verify import CONFIG_REPORT
 
     files: dict[str, bytes] = {}
     # The configuration may hold paths of this machine, so it's kept as a report.
@@ -524,7 +551,7 @@ def _pack(
         routes=tuple(r for r in configuration.ROUTES if r in config.build.routes),
         serve=Serve(*dataclasses.astuple(config.serve)),
     )
-    return write_artifact(out, parts_of_manifest, files, reports)
+    return parts_of_manifest, files, reports
 
 
 def _described(name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ bucket is captured. A bucket that fails is reported and the next one starts clea
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import json
 import os
@@ -32,7 +33,7 @@ from compilekit.artifact import canonical
 from compilekit.artifact.program import KernelRef, Program, to_json
 from compilekit.compiler.attention import shown
 from compilekit.compiler.attention import to_json as attention_json
-from compilekit.errors import CompilekitError, HarvestError
+from compilekit.errors import CompilekitError, HarvestError, ResourceError
 from compilekit.events import BuildEvent, to_line
 from compilekit.targets import Target, load_target
 
@@ -210,6 +211,13 @@ def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
     """Report a failed bucket; the traceback stays in its log."""
     traceback.print_exception(exc)
     sys.stderr.flush()
+    lack = _lack_of_space(exc)
+    if lack is not None and not isinstance(exc, CompilekitError):
+        exc = ResourceError(
+            f"the build's temporary folder can't take more: {lack.strerror}"
+            f" ({lack.filename or 'a file'})",
+            hint="Free some space, or set TMPDIR to a place that has it.",
+        )
     message = str(exc)
     if not isinstance(exc, CompilekitError):
         message = (
@@ -225,6 +233,15 @@ def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
         error_type=type(exc).__name__,
         exit_code=exc.exit_code if isinstance(exc, CompilekitError) else 3,
     )
+
+
+def _lack_of_space(exc: BaseException | None) -> OSError | None:
+    """The full disk behind an error, however often it was wrapped on the way."""
+    while exc is not None:
+        if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+            return exc
+        exc = exc.__cause__ or exc.__context__
+    return None
 
 
 def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -> bool:

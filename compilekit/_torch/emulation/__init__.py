@@ -28,6 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from compilekit._torch.emulation.assembler import find_assembler
 from compilekit.errors import NeedsDeviceError, ResourceError
 from compilekit.targets import Target
 
@@ -192,15 +193,12 @@ def cuda_versions(target: Target) -> dict[str, str]:
     """CUDA versions that a target's code depends on, as factors.
 
     ``cuda.ptxas`` is that of the assembler that makes the cubins, which a driver must
-    know. Source: triton/backends/nvidia/compiler.py, get_ptxas (3.6): Blackwell has
-    its own.
+    know.
     """
     import torch
-    from triton.backends.nvidia import compiler
 
-    capability = int(target.device["major"]) * 10 + int(target.device["minor"])
-    tool: Any = compiler.get_ptxas(capability)
-    return {"cuda.ptxas": str(tool.version), "torch.cuda": str(torch.version.cuda)}
+    assembler = find_assembler(target)
+    return {"cuda.ptxas": assembler.version, "torch.cuda": str(torch.version.cuda)}
 
 
 def install(target: Target) -> None:

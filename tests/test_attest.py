@@ -1,0 +1,125 @@
+"""Provenance and the bill of materials: whole documents, about this very artifact."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import golden
+import pytest
+
+from compilekit.artifact import (
+    Artifact,
+    archive,
+    canonical,
+    open_artifact,
+    write_artifact,
+)
+from compilekit.artifact.manifest import seal_manifest
+from compilekit.cli import run
+from compilekit.compiler import attest
+from compilekit.errors import ResourceError
+
+pytest.importorskip("cyclonedx")
+pytest.importorskip("in_toto_attestation")
+
+BUILDER = "https://ci.example.com/release"
+CONFIG = b'[model]\nsource = "tiny.model:make"\n'
+TIMES = (datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2026, 1, 2, 4, tzinfo=UTC))
+
+
+@pytest.fixture
+def attested(tmp_path: Path) -> Artifact:
+    """The golden artifact with both documents."""
+    data, sealed = seal_manifest(golden.parts(), golden.files())
+    made = attest.attestations(sealed, data, CONFIG, BUILDER, *TIMES)
+    return write_artifact(
+        tmp_path / "artifact",
+        golden.parts(),
+        golden.files(),
+        {**golden.reports(), **made},
+    )
+
+
+def test_the_statement_is_about_the_artifact(attested: Artifact) -> None:
+    """Its subject is the manifest, by the file's sha256 and the artifact's digest."""
+    from google.protobuf import json_format
+    from in_toto_attestation.v1 import statement_pb2
+    from in_toto_attestation.v1.statement import Statement
+
+    text = attested.read(attest.PROVENANCE)
+    parsed: Any = statement_pb2
+    message = json_format.Parse(text, parsed.Statement())
+    Statement.copy_from_pb(message).validate()
+    fields = json.loads(text)
+    manifest = (attested.root / "manifest.json").read_bytes()
+    assert fields["_type"] == "https://in-toto.io/Statement/v1"
+    assert fields["predicateType"] == attest.PREDICATE
+    assert fields["subject"] == [
+        {
+            "name": "manifest.json",
+            "digest": {
+                "sha256": canonical.sha256(manifest),
+                "compilekit": attested.digest,
+            },
+        }
+    ]
+    definition = fields["predicate"]["buildDefinition"]
+    assert definition["externalParameters"]["config"] == CONFIG.decode()
+    dependencies = definition["resolvedDependencies"]
+    assert dependencies[0]["digest"] == {"sha256": canonical.sha256(CONFIG)}
+    assert {"uri": f"pkg:pypi/torch@{version('torch')}"} in dependencies
+    details = fields["predicate"]["runDetails"]
+    assert details["builder"]["id"] == BUILDER
+    assert details["metadata"]["startedOn"] == "2026-01-02T03:04:05+00:00"
+
+
+def test_the_bill_is_valid(attested: Artifact) -> None:
+    """CycloneDX's own reader takes it, and it lists what was installed."""
+    from cyclonedx.model.bom import Bom
+
+    fields = json.loads(attested.read(attest.SBOM))
+    assert (fields["bomFormat"], fields["specVersion"]) == ("CycloneDX", "1.5")
+    assert fields["metadata"]["component"]["version"] == attested.digest
+    links = {component["purl"] for component in fields["components"]}
+    assert f"pkg:pypi/torch@{version('torch')}".replace("+", "%2B") in links
+    loaded: Any = Bom
+    assert len(loaded.from_json(fields).components) == len(fields["components"])
+
+
+def test_the_digest_does_not_depend_on_them(attested: Artifact, tmp_path: Path) -> None:
+    """They are reports: sealed, shown, and removed with the rest of them."""
+    assert attested.digest == golden.write(tmp_path / "plain").digest
+    path = attested.root / attest.PROVENANCE
+    path.write_bytes(path.read_bytes().replace(b"example", b"exemple"))
+    with pytest.raises(Exception, match="provenance"):
+        open_artifact(attested.root)
+
+
+def test_inspect_shows_them(
+    attested: Artifact, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Who built it, when, and how many components; packed and unpacked as well."""
+    archive.pack(attested, tmp_path / "a.tar")
+    archive.unpack(tmp_path / "a.tar", tmp_path / "again")
+    for root in (attested.root, tmp_path / "again"):
+        assert run(["inspect", str(root), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["result"]["attested"]
+        assert shown["builder"] == BUILDER
+        assert shown["finished"] == "2026-01-02T04:00:00+00:00"
+        assert shown["components"] > 10
+    golden.write(tmp_path / "plain")
+    assert run(["inspect", str(tmp_path / "plain"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["attested"] == {}
+
+
+def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The build ends before it compiles, and names the extra."""
+    monkeypatch.setitem(sys.modules, "cyclonedx.model.bom", None)
+    with pytest.raises(ResourceError) as caught:
+        attest.require_libraries()
+    assert "compilekit[attest]" in caught.value.hint
