@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch._inductor.config
-from torch._inductor import cpu_vec_isa
+from torch._inductor import cpp_builder, cpu_vec_isa
 from torch._inductor.cpp_builder import CppTorchDeviceOptions
 
 # Every kernel includes it; compiled once per build it saves 4 s per kernel.
@@ -39,6 +40,7 @@ def kernel_flags(simd_width: int, march: str) -> CppFlags:
     Source: torch/_inductor/cpp_builder.py, CppTorchDeviceOptions (2.11, 2.13). torch
     2.11 has no cpp.march and always writes ``-march=native``.
     """
+    _decode_leniently()
     isa = {
         256: cpu_vec_isa.VecAVX2,
         512: cpu_vec_isa.VecAVX512,
@@ -66,3 +68,13 @@ def kernel_flags(simd_width: int, march: str) -> CppFlags:
     link += [f"-l{name}" for name in options.get_libraries()]
     link += [f"-{flag}" for flag in options.get_ldflags()]
     return CppFlags(tuple(flags), tuple(link), include_dirs)
+
+
+def _decode_leniently() -> None:
+    """Have torch read what a compiler says about itself in any encoding.
+
+    Source: torch/_inductor/cpp_builder.py, SUBPROCESS_DECODE_ARGS (2.11, 2.13), empty
+    on Linux: a banner that isn't UTF-8 would end the build with a UnicodeDecodeError.
+    """
+    builder: Any = cpp_builder
+    builder.SUBPROCESS_DECODE_ARGS = ("utf-8", "replace")
