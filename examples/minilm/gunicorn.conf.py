@@ -1,0 +1,19 @@
+"""gunicorn for serve.py: attach once, fork, then warm each worker up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+bind = "0.0.0.0:8000"
+workers = 2
+preload_app = True
+# Heartbeats are files; a container's root may be read-only.
+worker_tmp_dir = "/dev/shm"
+control_socket_disable = True
+
+
+def post_worker_init(worker: Any) -> None:
+    """Before its first request, in the worker: threads are made after the fork."""
+    import serve
+
+    serve.warm_up()
