@@ -161,6 +161,28 @@ def test_a_conversation_goes_on(artifact: Path, model: Any, eager: Any) -> None:
     receipt.finish()
 
 
+def test_nothing_of_an_earlier_call_is_seen(
+    artifact: Path, model: Any, eager: Any
+) -> None:
+    """Infinities that an earlier sequence left in the cache reach no later one."""
+    compilekit.attach(model, artifact)
+    expected = generate(eager, batch([6]), 6)
+    cache = model.forward.new_cache(4, 48)
+    for tensor in (*cache.memory.buffers.keys, *cache.memory.buffers.values):
+        tensor.fill_(float("nan"))
+    del cache
+    assert torch.equal(generate(model, batch([6]), 6), expected)
+
+
+def test_modes_may_alternate(artifact: Path, model: Any, eager: Any) -> None:
+    """Memory that a call in inference mode made serves one outside of it, and back."""
+    compilekit.attach(model, artifact)
+    expected = generate(eager, batch([6]), 6)
+    for mode in (True, False, True):
+        with torch.inference_mode(mode):
+            assert torch.equal(generate(model, batch([6]), 6), expected)
+
+
 def test_threads_take_turns(artifact: Path, model: Any, eager: Any) -> None:
     """Several threads generate at once, each with a cache of its own."""
     inputs = [batch([n, n + 3], n) for n in (3, 5, 8, 11)]

@@ -238,6 +238,8 @@ class Generation(AttachedMethod):
             cache = cache_class()(self, memory, rows)
             if free:
                 self._user = weakref.ref(cache)
+                self._follow_stream()
+                memory.clear()
         return cache
 
     def capture(self) -> None:
@@ -270,9 +272,11 @@ class Generation(AttachedMethod):
             return torch.zeros(full, dtype=dtype, device=self.device)
 
         keys, values = self._specs
-        buffers = Buffers(
-            tuple(zeros(*one) for one in keys), tuple(zeros(*one) for one in values)
-        )
+        # Made by a call in inference mode, it must serve one outside as well.
+        with torch.inference_mode(False):
+            buffers = Buffers(
+                tuple(zeros(*one) for one in keys), tuple(zeros(*one) for one in values)
+            )
         return Memory(buffers, shared)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

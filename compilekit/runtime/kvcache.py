@@ -41,6 +41,12 @@ class Memory:
         self.buffers = buffers
         self.shared = shared
 
+    def clear(self) -> None:
+        """Zero all of it: a place that is masked counts 0 times what it holds, and an
+        earlier sequence may have left infinities there."""
+        for tensor in (*self.buffers.keys, *self.buffers.values):
+            tensor.zero_()
+
 
 @functools.cache
 def cache_class() -> Any:
