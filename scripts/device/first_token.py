@@ -54,8 +54,8 @@ def main() -> None:
             run["process_start_to_first_token"] = run.pop("token_at") - started
             runs.append(run)
             print(json.dumps(run))
-    if options.out:
-        options.out.write_text(json.dumps(runs, indent=1) + "\n")
+            if options.out:
+                options.out.write_text(json.dumps(runs, indent=1) + "\n")
 
 
 def write(config: Path, folder: Path) -> None:
