@@ -26,7 +26,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from compilekit.results import BucketVerified
+from compilekit.results import BucketResult, BucketVerified
 
 Kind = Literal["started", "progress", "stage", "finished", "failed", "log"]
 KINDS: tuple[Kind, ...] = ("started", "progress", "stage", "finished", "failed", "log")
@@ -112,6 +112,24 @@ class VerifyEvent:
 Event = BuildEvent | VerifyEvent
 OnBuildEvent = Callable[[BuildEvent], None]
 OnVerifyEvent = Callable[[VerifyEvent], None]
+
+
+def bucket_result(event: BuildEvent) -> BucketResult:
+    """What a ``finished`` or ``failed`` event says about its bucket."""
+    return BucketResult(
+        target=event.target,
+        entry=event.entry,
+        bucket=event.bucket,
+        status="failed" if event.kind == "failed" else "built",
+        kernels=event.kernels,
+        seconds=event.seconds,
+        size_bytes=event.size_bytes,
+        error=event.message if event.kind == "failed" else "",
+        error_type=event.error_type,
+        log=event.log,
+        attention=event.attention,
+        warning=event.warning,
+    )
 
 
 def ignore(event: Event) -> None:

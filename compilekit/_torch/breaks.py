@@ -66,6 +66,7 @@ EFFECTS: tuple[Effect, ...] = ("resumed", "rest_eager", "function_eager")
 
 RECOMPILE_LIMIT = "Dynamo recompile limit exceeded"
 GENERATOR = "Attempt to trace generator"
+NO_BREAKS = frozenset({RECOMPILE_LIMIT, GENERATOR})
 """Kinds that make a function run eagerly without being a break of their own."""
 
 
@@ -155,6 +156,30 @@ class Recorder:
                 under ``fullgraph=True`` (``one_graph`` in output_graph.py).
             step_over: Go on past breaks that can't be resumed, where that is possible.
         """
+        torch._dynamo.reset()
+        depth = _depth_of_caller()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                torch._dynamo.config.patch(
+                    capture_scalar_outputs=capture_unbacked,
+                    capture_dynamic_output_shape_ops=capture_unbacked,
+                )
+            )
+            stack.enter_context(self.listening())
+            self._depth = depth
+            if step_over:
+                stack.enter_context(self._stepping_over())
+            if "TORCH_LOGS" not in os.environ:
+                # Dynamo warns of some breaks; they are in the result.
+                stack.callback(logging.disable, logging.root.manager.disable)
+                logging.disable(logging.CRITICAL)
+            stack.callback(torch._dynamo.reset)
+            yield
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note the breaks of whatever is compiled meanwhile, by any backend."""
+        self._depth = _depth_of_caller()
         base_log = InstructionTranslatorBase.log_graph_break
         # It looks the function up in its own namespace, not in exc.py.
         base_format = vars(convert_frame)["format_error_msg"]
@@ -177,28 +202,12 @@ class Recorder:
             text: str = base_format(exc, code, *args)
             return text
 
-        torch._dynamo.reset()
-        # This generator and contextlib's frame are not the caller's.
-        self._depth = len(traceback.extract_stack()) - 2
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(
-                torch._dynamo.config.patch(
-                    capture_scalar_outputs=capture_unbacked,
-                    capture_dynamic_output_shape_ops=capture_unbacked,
-                )
-            )
-            for owner, name, function in (
-                (InstructionTranslatorBase, "log_graph_break", log_graph_break),
-                (convert_frame, "format_error_msg", format_error_msg),
-            ):
-                stack.enter_context(mock.patch.object(owner, name, function))
-            if step_over:
-                stack.enter_context(self._stepping_over())
-            if "TORCH_LOGS" not in os.environ:
-                # Dynamo warns of some breaks; they are in the result.
-                stack.callback(logging.disable, logging.root.manager.disable)
-                logging.disable(logging.CRITICAL)
-            stack.callback(torch._dynamo.reset)
+        with (
+            mock.patch.object(
+                InstructionTranslatorBase, "log_graph_break", log_graph_break
+            ),
+            mock.patch.object(convert_frame, "format_error_msg", format_error_msg),
+        ):
             yield
 
     def _count(
@@ -289,6 +298,12 @@ class Recorder:
                     mock.patch.object(translator, "dispatch_table", table)
                 )
             yield
+
+
+def _depth_of_caller() -> int:
+    """Frames below whoever entered the context manager that asks."""
+    # This function, its generator and contextlib's frame are not the caller's.
+    return len(traceback.extract_stack()) - 3
 
 
 class StandInError(RuntimeError):
@@ -512,6 +527,11 @@ def describe_break(exc: BaseException) -> str:
     text = f"{message['gb_type']}: {message['explanation']}".removesuffix(": ")
     place = place_of_error(exc)
     return f"{text} ({describe_place(place)})" if place is not None else text
+
+
+def describe_raw_break(found: RawBreak) -> str:
+    """The same for a break that was recorded."""
+    return f"{found.gb_type} ({describe_place(found.stack[-1])})"
 
 
 def describe_place(place: Place | None) -> str:

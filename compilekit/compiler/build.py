@@ -45,7 +45,13 @@ from compilekit.compiler import attest as attestation
 from compilekit.compiler.cache import Harvest, build_caches
 from compilekit.compiler.verify import CONFIG_REPORT
 from compilekit.errors import ConfigError
-from compilekit.events import BuildEvent, OnBuildEvent, from_line, ignore
+from compilekit.events import (
+    BuildEvent,
+    OnBuildEvent,
+    bucket_result,
+    from_line,
+    ignore,
+)
 from compilekit.results import BucketResult, BucketVerified, BuildResult
 
 
@@ -316,7 +322,7 @@ def _run_worker(
                     started.append((event.index, by_index[event.index]))
                 if event.kind in ("finished", "failed"):
                     event = _keep_log(event, scratch, logs)
-                    results[event.index] = _result(event)
+                    results[event.index] = bucket_result(event)
                 on_event(event)
             code = worker.wait()
         finally:
@@ -347,7 +353,7 @@ def _run_worker(
         exit_code=errors.WorkerCrashedError.exit_code,
     )
     event = _keep_log(event, scratch, logs)
-    results[index] = _result(event)
+    results[index] = bucket_result(event)
     on_event(event)
     if not started:
         # It never came to a bucket: the next worker wouldn't either.
@@ -432,23 +438,6 @@ def _kept(log: Path, logs: Path) -> Path:
     return Path(shutil.copy(log, logs / log.name))
 
 
-def _result(event: BuildEvent) -> BucketResult:
-    return BucketResult(
-        target=event.target,
-        entry=event.entry,
-        bucket=event.bucket,
-        status="failed" if event.kind == "failed" else "built",
-        kernels=event.kernels,
-        seconds=event.seconds,
-        size_bytes=event.size_bytes,
-        error=event.message if event.kind == "failed" else "",
-        error_type=event.error_type,
-        log=event.log,
-        attention=event.attention,
-        warning=event.warning,
-    )
-
-
 def _exit_code(result: BucketResult) -> int:
     kind = getattr(errors, result.error_type, errors.CaptureError)
     return int(kind.exit_code)
@@ -497,6 +486,7 @@ def _gather(
         folder = scratch / target
         if target in caches:
             files.update(caches[target].files)
+            reports[f"reports/{target}/compiled.json"] = caches[target].report
             model = model or factors.model(config, caches[target].model)
         for kind in ("kernels", "sources", "constants"):
             for path in sorted((folder / kind).glob("[!.]*")):

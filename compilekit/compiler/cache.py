@@ -40,7 +40,7 @@ from compilekit.artifact.cache import (
 )
 from compilekit.compiler import cache_harvest
 from compilekit.errors import ConfigError, HarvestError, NeedsDeviceError
-from compilekit.events import BuildEvent, OnBuildEvent, from_line
+from compilekit.events import BuildEvent, OnBuildEvent, bucket_result, from_line
 from compilekit.results import BucketResult
 
 _VARIANTS = 8
@@ -53,11 +53,14 @@ class Harvest(NamedTuple):
         results: One per bucket.
         files: Path below the artifact → bytes; empty if a bucket failed.
         model: What the worker said about the model; None for warm-ups.
+        report: For ``reports/<target>/compiled.json``: bucket → frames that Dynamo
+            traced, graph breaks, cache keys that no bucket before it looked up.
     """
 
     results: tuple[BucketResult, ...]
     files: Mapping[str, bytes]
     model: Mapping[str, Any] | None
+    report: bytes = b""
 
 
 def refuse_foreign(target: targets.Target) -> str:
@@ -133,6 +136,7 @@ def build_caches(
         results,
         _described(spec, scratch, {**files, **triton}, relocated),
         json.loads(model.read_bytes()) if model.exists() else None,
+        (scratch / "compiled.json").read_bytes(),
     )
 
 
@@ -247,13 +251,15 @@ def _run(
                     continue
                 if event.kind in ("finished", "failed"):
                     event = dataclasses.replace(event, log=str(log))
-                    found[event.index] = _result(event)
+                    found[event.index] = bucket_result(event)
                 on_event(event)
             code = worker.wait()
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
+            if worker.stdout is not None:
+                worker.stdout.close()
     for index, job in jobs:
         if index not in found or (code != 0 and found[index].status != "failed"):
             lines = log.read_text(errors="replace").strip().splitlines() or [""]
@@ -267,20 +273,6 @@ def _run(
                 log=str(log),
             )
     return tuple(found[index] for index, _ in jobs)
-
-
-def _result(event: BuildEvent) -> BucketResult:
-    return BucketResult(
-        target=event.target,
-        entry=event.entry,
-        bucket=event.bucket,
-        status="failed" if event.kind == "failed" else "built",
-        kernels=event.kernels,
-        seconds=event.seconds,
-        error=event.message if event.kind == "failed" else "",
-        error_type=event.error_type,
-        log=event.log,
-    )
 
 
 def _environment(scratch: Path, threads: int) -> dict[str, str]:

@@ -3,10 +3,12 @@
 It reads one JSON document from standard input, writes events as JSON lines to what was
 standard output, and leaves its results in a scratch folder. It runs twice:
 
-    caches     torch's own caches in inductor/ and triton/, kernels/<key>.so, keys.json
+    caches     torch's own caches in inductor/ and triton/, kernels/<key>.so, keys.json,
+               compiled.json
     packages   again with Dynamo's package recorder: packages.pickle, operators, traced
 
-A graph that torch refuses to cache fails its bucket, with torch's reason.
+A graph that torch refuses to cache fails its bucket, with torch's reason, and so does
+one graph break more than ``[gates] graph_breaks`` allows.
 """
 
 from __future__ import annotations
@@ -18,24 +20,33 @@ import pickle
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from compilekit import config as configuration
-from compilekit.errors import CompilekitError, HarvestError
+from compilekit.errors import CompilekitError, GraphBreakError, HarvestError
 from compilekit.events import BuildEvent, to_line
 from compilekit.plan import Bucket
 
 
 @dataclass
 class Seen:
-    """What the bucket at hand met so far."""
+    """What one bucket met.
+
+    Attributes:
+        bucket: ``entry/bucket``.
+        bypasses: Why torch refused to cache a graph, for each.
+        keys: What was looked up for the first time.
+        frames: Each frame that Dynamo traced → how often.
+    """
 
     bucket: str = ""
-    bypasses: list[str] | None = None
-    keys: list[dict[str, Any]] | None = None
+    bypasses: list[str] = field(default_factory=list)
+    keys: list[dict[str, Any]] = field(default_factory=list)
+    frames: Counter[str] = field(default_factory=Counter)
 
 
 def main() -> int:
@@ -57,15 +68,26 @@ def run(
     """Call every bucket in this process, watching; write down what was seen."""
     import torch
 
-    from compilekit._torch.caches import events, kernels, keys, package_record
+    from compilekit._torch import breaks
+    from compilekit._torch.caches import (
+        events,
+        kernels,
+        keys,
+        package_record,
+        packages,
+        settings,
+    )
 
     config = configuration.load(Path(spec["config"]))
     if config.compile.threads:
         torch.set_num_threads(config.compile.threads)
-    seen = Seen(bypasses=[], keys=[])
+    # Never closed: the process ends with its last bucket.
+    patches = contextlib.ExitStack()
+    seen = Seen()
+    everything: list[Seen] = []
     recorder = package_record.record() if spec["phase"] == "packages" else None
-    events.settings(spec["recompile_limit"])
-    kernels.record(folder / "kernels")
+    settings.compile_all_buckets_once(patches, spec["recompile_limit"])
+    kernels.record(patches, folder / "kernels")
     known: set[str] = set()
 
     def unseen(kind: str, key: str) -> bool:
@@ -73,36 +95,43 @@ def run(
         known.add(key)
         return new
 
-    keys.watch(unseen, lambda key: _note_key(seen, key))
+    keys.watch(patches, unseen, lambda key: seen.keys.append(_key_of(key, seen.bucket)))
 
     def on_frame(code: Any, frame_locals: Any) -> None:
+        seen.frames[packages.code_id(code)] += 1
         if recorder is not None:
             recorder.note_frame(code)
 
     def on_event(kind: str, detail: str) -> None:
-        if kind == "bypass" and seen.bypasses is not None and recorder is None:
+        if kind == "bypass" and recorder is None:
             seen.bypasses.append(detail)
 
-    events.watch(on_frame, on_event)
+    events.watch(patches, on_frame, on_event)
+    broken = breaks.Recorder()
+    patches.enter_context(broken.listening())
+    compiled: dict[str, Any] = {}
     call = _caller(config, spec["device"])
     for index, entry, name, axes in spec["jobs"]:
         began = time.perf_counter()
-        seen.bucket, seen.bypasses = f"{entry}/{name}", []
+        seen = Seen(f"{entry}/{name}")
+        everything.append(seen)
+        broken.breaks.clear()
         about = BuildEvent(
             "started", spec["target"], entry, name, index=index, count=spec["count"]
         )
         emit(about)
         try:
             call(entry, Bucket(name, axes), folder)
-            if seen.bypasses:
-                raise HarvestError(
-                    f"torch refuses to cache a graph: {seen.bypasses[0]}",
-                    hint="A start would compile it anew. Keep that out of the compiled"
-                    " code, e.g. behind torch.compiler.disable.",
-                )
+            places = _hold_breaks(broken.breaks, config)
+            _refuse_bypassed(seen.bypasses)
         except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
             emit(_failed(about, exc, began))
             continue
+        compiled[seen.bucket] = {
+            "frames": dict(sorted(seen.frames.items())),
+            "graph_breaks": places,
+            "new_keys": sorted(f"{key['kind']} {key['key']}" for key in seen.keys),
+        }
         kernels_there = sum(1 for _ in (folder / "kernels").glob("*.so"))
         emit(
             replace(
@@ -110,11 +139,15 @@ def run(
                 kind="finished",
                 kernels=kernels_there,
                 seconds=time.perf_counter() - began,
+                warning=_counted(places) if places else "",
             )
         )
     if recorder is None:
-        (folder / "keys.json").write_text(json.dumps(seen.keys), encoding="utf-8")
+        found = [key for one in everything for key in one.keys]
+        (folder / "keys.json").write_text(json.dumps(found), encoding="utf-8")
         (folder / "factors.json").write_text(json.dumps(_factors()), encoding="utf-8")
+        report = json.dumps(compiled, indent=2) + "\n"
+        (folder / "compiled.json").write_text(report, encoding="utf-8")
     else:
         made = recorder.packages()
         plain = pickle.dumps([package._asdict() for package in made])
@@ -123,16 +156,48 @@ def run(
         (folder / "traced.json").write_text(traced, encoding="utf-8")
 
 
-def _note_key(seen: Seen, key: Any) -> None:
-    if seen.keys is not None:
-        seen.keys.append(
-            {
-                "kind": key.kind,
-                "key": key.key,
-                "bucket": seen.bucket,
-                "components": {n: [c.hash, c.text] for n, c in key.components.items()},
-            }
+def _key_of(key: Any, bucket: str) -> dict[str, Any]:
+    return {
+        "kind": key.kind,
+        "key": key.key,
+        "bucket": bucket,
+        "components": {n: [c.hash, c.text] for n, c in key.components.items()},
+    }
+
+
+def _refuse_bypassed(bypasses: list[str]) -> None:
+    """Refuse a bucket with a graph that no start could look up."""
+    if bypasses:
+        raise HarvestError(
+            f"torch refuses to cache a graph: {bypasses[0]}",
+            hint="A start would compile it anew. Keep that out of the compiled code,"
+            " e.g. behind torch.compiler.disable.",
         )
+
+
+def _hold_breaks(found: list[Any], config: configuration.Config) -> list[str]:
+    """The places of a bucket's graph breaks, each once.
+
+    Raises:
+        GraphBreakError: there are more than ``[gates] graph_breaks`` allows.
+    """
+    from compilekit._torch import breaks
+
+    own = [one for one in found if one.gb_type not in breaks.NO_BREAKS]
+    places = list(dict.fromkeys(map(breaks.describe_raw_break, own)))
+    allowed = config.gates.graph_breaks
+    if len(places) > allowed:
+        raise GraphBreakError(
+            f"{_counted(places)}, [gates] graph_breaks allows {allowed}:"
+            + "".join(f"\n  {place}" for place in places),
+            hint="Remove them (compilekit explain says how), or set [gates]"
+            f" graph_breaks = {len(places)}.",
+        )
+    return places
+
+
+def _counted(places: list[str]) -> str:
+    return f"{len(places)} graph break{'s' if len(places) > 1 else ''}"
 
 
 def _factors() -> dict[str, Any]:

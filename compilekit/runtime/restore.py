@@ -14,8 +14,10 @@ docs/cache-route.md describes requirements, reasons and environment variables.
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,7 +28,7 @@ import torch
 from compilekit._torch.runtime import compiled_frames
 from compilekit.artifact import Artifact
 from compilekit.artifact.cache import Cache, blob_path, cache_from_json, cache_path
-from compilekit.errors import ArtifactError, AttachError, Mismatch, PolicyError
+from compilekit.errors import ArtifactError, AttachError, Mismatch
 from compilekit.runtime.attach import carry_exit_codes
 from compilekit.runtime.cache_check import cache_mismatches
 from compilekit.runtime.cache_receipt import CacheReceipt
@@ -67,7 +69,8 @@ def restore(
         require: ``"cache"`` (whatever would be compiled or traced anew is an error),
             ``"verified"``, or both; ``COMPILEKIT_REQUIRE`` by default.
     Returns:
-        The receipt; ``receipt.finish()`` adds the end state once everything ran.
+        The receipt; ``receipt.finish()`` adds the end state once everything ran, and
+        ``receipt.detach()`` gives torch back as it was.
     Raises:
         ArtifactError: the artifact is damaged, or holds no caches.
         MismatchError: the machine doesn't fit; all mismatches at once.
@@ -100,6 +103,7 @@ def restore(
     place, _ = stage(opened, cache, work_directory(work_dir))
     milliseconds["stage"] = _lap(began)
     began = time.perf_counter()
+    patches = contextlib.ExitStack()
     receipt = CacheReceipt(
         artifact=opened.digest,
         path=opened.root,
@@ -109,14 +113,18 @@ def restore(
         warnings=warnings,
         serialised=(),
         require=required,
-        undo=lambda: None,
+        undo=patches.close,
         staged=str(place),
     )
-    bind(place)
-    _serve(opened, cache, place, receipt)
-    milliseconds["bind"] = _lap(began)
+    with contextlib.ExitStack() as failing:
+        failing.enter_context(patches)
+        bind(patches, place)
+        _serve(patches, opened, cache, place, receipt)
+        milliseconds["bind"] = _lap(began)
+        receipt.write()
+        failing.pop_all()
     _active.append(receipt)
-    receipt.write()
+    patches.callback(_active.clear)
     return receipt
 
 
@@ -212,25 +220,30 @@ def _routes(artifact: Artifact, cache: Cache) -> tuple[Route, ...]:
 
 
 def _serve(
-    artifact: Artifact, cache: Cache, place: Path, receipt: CacheReceipt
+    patches: contextlib.ExitStack,
+    artifact: Artifact,
+    cache: Cache,
+    place: Path,
+    receipt: CacheReceipt,
 ) -> None:
     """Install everything into this process's torch, and watch it."""
     from compilekit._torch.caches import (
         events,
-        factors,
         kernels,
         keys,
         package_install,
         packages,
+        settings,
     )
 
-    events.settings(cache.recompile_limit)
+    settings.compile_all_buckets_once(patches, cache.recompile_limit)
     if "CXX" not in os.environ:
-        factors.pin_compiler(cache.factors["cache.compiler"])
+        settings.pin_compiler(patches, cache.factors["cache.compiler"])
     served = {
         key: place / "kernels" / f"{digest}.so" for key, digest in cache.kernels.items()
     }
     kernels.serve(
+        patches,
         served,
         lambda key: receipt.note_miss(
             "kernel",
@@ -239,18 +252,20 @@ def _serve(
     )
     known = {(key.kind, key.key) for key in cache.keys}
     keys.watch(
+        patches,
         lambda kind, key: (kind, key) not in known,
         lambda key: receipt.note_miss("key", _why_missed(artifact, cache, key)),
     )
     refused: dict[str, str] = {}
-    installed = package_install.install_with(_finder(artifact, cache, receipt, refused))
+    find = _finder(artifact, cache, receipt, refused)
+    installed = package_install.install_with(patches, find)
 
     def on_frame(code: Any, frame_locals: Mapping[str, Any]) -> None:
         name = packages.code_id(code)
         if name in cache.traced:
             receipt.traced.append(name)
             return
-        variants = installed().get(code)
+        variants = installed.get(code)
         if variants:
             reasons = package_install.why_not(variants, frame_locals)
             why = f"no stored variant fits: {' | '.join(dict.fromkeys(reasons))}"
@@ -260,8 +275,8 @@ def _serve(
             )
         receipt.note_miss("frame", f"frame {name} is traced anew: {why}")
 
-    events.watch(on_frame, receipt.note_miss, receipt.hold)
-    sys.addaudithook(_processes(receipt))
+    events.watch(patches, on_frame, receipt.note_miss, receipt.hold)
+    _watch_processes(patches, receipt)
 
 
 def _finder(
@@ -335,24 +350,22 @@ def _why_missed(artifact: Artifact, cache: Cache, key: Any) -> str:
     return explain_miss(key.kind, key.components, stored)
 
 
-def _processes(receipt: CacheReceipt) -> Any:
-    """An audit hook that notes every compiler process."""
+def _watch_processes(patches: contextlib.ExitStack, receipt: CacheReceipt) -> None:
+    """Note every compiler process from now on."""
+    watching = threading.Event()
+    watching.set()
+    # Python can't take an audit hook out again.
+    patches.callback(watching.clear)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in _SPAWNS or not arguments:
+        if event not in _SPAWNS or not arguments or not watching.is_set():
             return
         words = [arguments[0], *_words(arguments)]
         program = os.path.basename(os.fsdecode(words[0] or ""))
         if program in _COMPILERS or any(_COMPILE_WORKER in str(w) for w in words):
-            try:
-                receipt.note_miss(
-                    "process", f"a compiler process is started: {program}"
-                )
-            except PolicyError as exc:
-                # An audit hook's exception ends the step; say so in its own words.
-                raise RuntimeError(str(exc)) from exc
+            receipt.note_miss("process", f"a compiler process is started: {program}")
 
-    return hook
+    sys.addaudithook(hook)
 
 
 def _words(arguments: tuple[Any, ...]) -> list[Any]:

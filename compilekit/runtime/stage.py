@@ -145,13 +145,26 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def bind(place: Path) -> None:
+def bind(patches: contextlib.ExitStack, place: Path) -> None:
     """Point torch at a staged directory.
 
     Assigned, not set by default: importing Dynamo sets the variable to a directory of
     torch's own.
+
+    Args:
+        patches: Closing it sets the variables back.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place / "inductor")
-    os.environ["TRITON_CACHE_DIR"] = str(place / "triton")
-    with contextlib.suppress(KeyError):
-        del os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"]
+    for name, value in (
+        ("TORCHINDUCTOR_CACHE_DIR", str(place / "inductor")),
+        ("TRITON_CACHE_DIR", str(place / "triton")),
+        ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None),
+    ):
+        patches.callback(_set_variable, name, os.environ.get(name))
+        _set_variable(name, value)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

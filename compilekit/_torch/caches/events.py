@@ -1,6 +1,6 @@
 """What torch.compile does in this process, one event at a time.
 
-``watch(on_event)`` reports each step that a start from complete caches never takes:
+`watch` reports each step that a start from complete caches never takes:
 
     frame       Dynamo traces a frame
     bypass      a graph can't be looked up in a cache, with torch's reason
@@ -12,29 +12,34 @@ Kernel builds come from `kernels.serve`, missed keys from `keys.watch`.
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
-import torch._dynamo.config
-import torch._functorch.config
-import torch._inductor.compile_fx
-import torch._inductor.config
 from torch._dynamo import convert_frame
 from torch._functorch._aot_autograd import autograd_cache
-from torch._inductor import codecache
+from torch._inductor import codecache, compile_fx
+from torch._inductor.exc import InductorError
 from torch._inductor.runtime import benchmarking
+
+from compilekit.errors import CompilekitError
 
 OnEvent = Callable[[str, str], None]
 OnFrame = Callable[[types.CodeType, Any], None]
 
 
 def watch(
-    on_frame: OnFrame, on_event: OnEvent, after_frame: Callable[[], None] = lambda: None
+    patches: contextlib.ExitStack,
+    on_frame: OnFrame,
+    on_event: OnEvent,
+    after_frame: Callable[[], None] = lambda: None,
 ) -> None:
     """Report every step from now on.
 
     Args:
+        patches: Closing it ends the reports.
         on_frame: Called with a frame's code and locals before it's traced.
         on_event: Called with ``bypass``, ``compile`` or ``benchmark`` and a detail.
         after_frame: Called when a frame is done, however it ended: torch swallows or
@@ -44,6 +49,7 @@ def watch(
     runtime/benchmarking.py, Benchmarker (2.11, 2.13).
     """
     compile_frame = convert_frame._compile
+    codegen = compile_fx.fx_codegen_and_compile
 
     def frame(code: types.CodeType, *args: Any, **kwargs: Any) -> Any:
         # Its parameters: code, globals, locals, …
@@ -53,23 +59,41 @@ def watch(
         finally:
             after_frame()
 
-    convert_frame._compile = frame
-    codegen = torch._inductor.compile_fx.fx_codegen_and_compile
-
     def compiled(*args: Any, **kwargs: Any) -> Any:
         on_event("compile", "Inductor compiles a graph")
         return codegen(*args, **kwargs)
 
-    torch._inductor.compile_fx.fx_codegen_and_compile = compiled
+    def replace(owner: Any, name: str, value: Any) -> None:
+        patches.enter_context(mock.patch.object(owner, name, value))
+
+    replace(convert_frame, "_compile", frame)
+    replace(compile_fx, "fx_codegen_and_compile", compiled)
+    replace(compile_fx, "InductorError", _or_ours(InductorError))
     for kind in (codecache.BypassFxGraphCache, autograd_cache.BypassAOTAutogradCache):
-        _report_made(kind, on_event)
+        replace(kind, "__init__", _reporting_init(kind, on_event))
     for name in ("benchmark", "benchmark_cpu", "benchmark_gpu"):
         method = getattr(benchmarking.Benchmarker, name, None)
         if method is not None:
-            setattr(benchmarking.Benchmarker, name, _reported(method, name, on_event))
+            replace(benchmarking.Benchmarker, name, _reported(method, name, on_event))
 
 
-def _report_made(kind: type[Exception], on_event: OnEvent) -> None:
+def _or_ours(wrapper: Any) -> Callable[[Exception, Any], Exception]:
+    """Stands for the error that torch wraps others in; ours stay what they are.
+
+    A frame's end raises ours once more, whatever torch made of it. A backward that is
+    compiled when it's first needed has no frame.
+    """
+
+    def wrapped(error: Exception, frame: Any) -> Exception:
+        if isinstance(error, CompilekitError):
+            return error
+        made: Exception = wrapper(error, frame)
+        return made
+
+    return wrapped
+
+
+def _reporting_init(kind: type[Exception], on_event: OnEvent) -> Callable[..., None]:
     """Report every exception of a kind: torch catches them and goes on."""
 
     def init(self: Exception, *args: Any) -> None:
@@ -78,7 +102,7 @@ def _report_made(kind: type[Exception], on_event: OnEvent) -> None:
         if type(self) is kind:
             on_event("bypass", str(args[0]) if args else kind.__name__)
 
-    kind.__init__ = init  # type: ignore[method-assign, assignment]
+    return init
 
 
 def _reported(method: Any, name: str, on_event: OnEvent) -> Any:
@@ -87,23 +111,3 @@ def _reported(method: Any, name: str, on_event: OnEvent) -> Any:
         return method(*args, **kwargs)
 
     return benchmark
-
-
-def settings(recompile_limit: int) -> None:
-    """What build and start set alike, so that every bucket is compiled, and once.
-
-    Shapes stay static (with automatic dynamic shapes the graphs depend on the order of
-    calls); more buckets than Dynamo's limit are compiled all; every cache is on.
-    """
-    dynamo: Any = torch._dynamo.config
-    dynamo.automatic_dynamic_shapes = False
-    dynamo.recompile_limit = max(dynamo.recompile_limit, recompile_limit)
-    dynamo.accumulated_recompile_limit = max(
-        dynamo.accumulated_recompile_limit, 8 * recompile_limit
-    )
-    inductor: Any = torch._inductor.config
-    inductor.fx_graph_cache = True
-    inductor.fx_graph_remote_cache = False
-    functorch: Any = torch._functorch.config
-    functorch.enable_autograd_cache = True
-    functorch.enable_remote_autograd_cache = False

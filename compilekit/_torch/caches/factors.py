@@ -47,12 +47,6 @@ def here() -> dict[str, Any]:
     }
 
 
-def pin_compiler(value: list[Any]) -> None:
-    """Make torch's keys name the compiler of the build instead of this machine's."""
-    cpp: Any = torch._inductor.config.cpp
-    cpp.cxx = tuple(value)
-
-
 def default_directory() -> str:
     """The cache directory that torch takes when nobody names one.
 

@@ -7,12 +7,14 @@ every kernel. Here a kernel's key is its source and every setting that shapes it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.codecache
@@ -68,7 +70,7 @@ def kernel_key(
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def record(directory: Path) -> None:
+def record(patches: contextlib.ExitStack, directory: Path) -> None:
     """From now on, copy every compiled kernel to ``directory/KEY.so``.
 
     A kernel that lies there already is loaded from there instead of compiled.
@@ -93,10 +95,14 @@ def record(directory: Path) -> None:
 
         return load
 
-    _wrap_load_async(wrap)
+    _wrap_load_async(patches, wrap)
 
 
-def serve(known: Mapping[str, Path], on_build: Callable[[str], None]) -> None:
+def serve(
+    patches: contextlib.ExitStack,
+    known: Mapping[str, Path],
+    on_build: Callable[[str], None],
+) -> None:
     """From now on, load known kernels; tell `on_build` before any other is compiled."""
 
     def wrap(cls: Any, key: str, compile_: Callable[[], Loader]) -> Loader:
@@ -105,7 +111,7 @@ def serve(known: Mapping[str, Path], on_build: Callable[[str], None]) -> None:
         on_build(key)
         return compile_()
 
-    _wrap_load_async(wrap)
+    _wrap_load_async(patches, wrap)
 
 
 def _loader(cls: Any, path: Path, key: str) -> Loader:
@@ -117,6 +123,7 @@ def _loader(cls: Any, path: Path, key: str) -> Loader:
 
 
 def _wrap_load_async(
+    patches: contextlib.ExitStack,
     wrap: Callable[[Any, str, Callable[[], Loader]], Loader],
 ) -> None:
     """Put `wrap` around what compiles and loads a C++ kernel.
@@ -153,4 +160,6 @@ def _wrap_load_async(
 
         return wrap(cls, key, compile_)
 
-    cache.load_async = classmethod(load_async)  # type: ignore[method-assign, assignment]
+    patches.enter_context(
+        mock.patch.object(cache, "load_async", classmethod(load_async))
+    )

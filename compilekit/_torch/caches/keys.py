@@ -8,9 +8,12 @@ fake implementations of custom operators) is put in.
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 from torch._inductor import codecache
@@ -41,38 +44,60 @@ class Key(NamedTuple):
     components: dict[str, Component]
 
 
-def watch(wanted: Callable[[str, str], bool], on_key: Callable[[Key], None]) -> None:
+def watch(
+    patches: contextlib.ExitStack,
+    wanted: Callable[[str, str], bool],
+    on_key: Callable[[Key], None],
+) -> None:
     """From now on, pass every cache key that is `wanted` to `on_key`.
 
     Args:
+        patches: Closing it ends this; keys are torch's own again.
         wanted: Called with kind and key; components are worked out only if it's true.
-    Source: torch/_inductor/codecache.py, FxGraphCachePickler.get_hash, called with the
-    details of a graph by compiled_fx_graph_hash; torch/_functorch/_aot_autograd/
-    autograd_cache.py, autograd_cache_key (2.11, 2.13).
+    Source: torch/_inductor/codecache.py, compiled_fx_graph_hash, which calls
+    FxGraphCachePickler.get_hash (2.11) or get_key (2.13) with a graph's details;
+    torch/_functorch/_aot_autograd/autograd_cache.py, autograd_cache_key: get_hash.
     """
-    original = codecache.FxGraphCachePickler.get_hash
+    for name in ("get_hash", "get_key"):
+        method = getattr(codecache.FxGraphCachePickler, name, None)
+        if method is not None:
+            # The callers of get_hash put a letter before it, get_key does so itself.
+            watched = _watched(method, name == "get_hash", wanted, on_key)
+            patches.enter_context(
+                mock.patch.object(codecache.FxGraphCachePickler, name, watched)
+            )
 
-    def get_hash(self: Any, value: Any) -> str:
+
+def _watched(
+    method: Callable[[Any, Any], str],
+    bare: bool,
+    wanted: Callable[[str, str], bool],
+    on_key: Callable[[Key], None],
+) -> Callable[[Any, Any], str]:
+    """The pickler's method, for a graph's details with our components among them."""
+
+    def made(self: Any, value: Any) -> str:
         if not isinstance(value, codecache.FxGraphHashDetails):
-            return original(self, value)
+            return method(self, value)
         value.cpu_capability = capability()  # type: ignore[attr-defined]
         value.custom_operators = custom_operators(value.gm)  # type: ignore[attr-defined]
-        hashed = original(self, value)
+        text = method(self, value)
         autograd = isinstance(value, AOTAutogradCacheDetails)
         kind = "AOTAutograd" if autograd else "FX graph"
-        key = ("a" if autograd else "f") + hashed
+        key = ("a" if autograd else "f") + text if bare else text
         if wanted(kind, key):
             on_key(Key(kind, key, _components(self, value)))
-        return hashed
+        return text
 
-    codecache.FxGraphCachePickler.get_hash = get_hash  # type: ignore[method-assign, assignment]
+    return made
 
 
 def _components(pickler: Any, details: Any) -> dict[str, Component]:
     """Each attribute of a key's details; lists and dicts item by item.
 
     Source: torch/_inductor/codecache.py, FxGraphCachePickler.debug_lines (2.11, 2.13):
-    lines of the form ``[HASH] NAME: VALUE``.
+    lines of the form ``[HASH] NAME: VALUE``; AOTAutogradCacheDetails holds all options
+    of AOTAutograd as one pickle.
     """
     found = {}
     for line in pickler.debug_lines(details):
@@ -80,4 +105,9 @@ def _components(pickler: Any, details: Any) -> dict[str, Component]:
         if match is not None:
             hashed, name, text = match.groups()
             found[name] = Component(hashed[:16], text)
+    stored = getattr(details, "autograd_config", None)
+    if isinstance(stored, bytes):
+        found.pop("autograd_config", None)
+        for option, value in pickle.loads(stored).items():
+            found[f"autograd_config[{option}]"] = Component("", repr(value))
     return found

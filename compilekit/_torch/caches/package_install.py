@@ -51,14 +51,17 @@ class Installed(NamedTuple):
     scope: dict[str, Any]
 
 
-def install_with(find: Find) -> Callable[[], dict[types.CodeType, list[Installed]]]:
+def install_with(
+    patches: contextlib.ExitStack, find: Find
+) -> dict[types.CodeType, list[Installed]]:
     """From now on, install a function's package when ``torch.compile`` is given it.
 
     Args:
+        patches: Closing it ends this and takes out what was installed.
         find: Called with `function_id`, `settings` and the function; the package to
             install, or None.
     Returns:
-        Gives what is installed so far: code → its variants.
+        What is installed, as it grows: code → its variants.
     Source: torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__; package.py,
     CompilePackage.initialize and install (2.11, 2.13). Frames look for installed code
     before anything else: torch/csrc/dynamo/extra_state.cpp, lookup.
@@ -66,6 +69,7 @@ def install_with(find: Find) -> Callable[[], dict[types.CodeType, list[Installed
     bytecode_transformation._unique_id_counter = itertools.count(_NAMES_FROM)
     installed: dict[types.CodeType, list[Installed]] = {}
     done: dict[types.CodeType, Mapping[str, str]] = {}
+    patches.callback(_take_out, installed)
     context_call = eval_frame._TorchDynamoContext.__call__
 
     def call(self: Any, function: Any) -> Any:
@@ -80,8 +84,17 @@ def install_with(find: Find) -> Callable[[], dict[types.CodeType, list[Installed
                 _install(called, settings(self), find, installed, done)
         return context_call(self, function)
 
-    eval_frame._TorchDynamoContext.__call__ = call  # type: ignore[method-assign, assignment]
-    return lambda: installed
+    patches.enter_context(
+        mock.patch.object(eval_frame._TorchDynamoContext, "__call__", call)
+    )
+    return installed
+
+
+def _take_out(installed: dict[types.CodeType, list[Installed]]) -> None:
+    """Give the frames back to Dynamo's own cache."""
+    for code in installed:
+        torch._C._dynamo.eval_frame._reset_precompile_entries(code)
+    installed.clear()
 
 
 def _changed(options: Mapping[str, Any]) -> dict[str, Any]:

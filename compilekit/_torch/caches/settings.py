@@ -1,0 +1,67 @@
+"""Settings that a build and a start make alike, for every thread of the process.
+
+From torch 2.13 on an assignment to an option holds in the thread that made it: a server
+that compiles in its worker threads would get other graphs and other keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._inductor.config
+
+
+def set_option(
+    patches: contextlib.ExitStack, module: Any, name: str, value: object
+) -> None:
+    """Set an option in this thread, and for threads that don't set it themselves.
+
+    Args:
+        patches: Closing it sets the option back.
+        module: A config module, e.g. ``torch._inductor.config``.
+    Source: torch/utils/_config_module.py, _ConfigEntry and ConfigModule.__getattr__
+    (2.11, 2.13): an override (2.13: of the thread) goes before what the environment
+    says, and that before the default.
+    """
+    entry = module._config[name]
+    patches.callback(setattr, module, name, getattr(module, name))
+    patches.enter_context(mock.patch.object(entry, "env_value_default", value))
+    setattr(module, name, value)
+
+
+def compile_all_buckets_once(patches: contextlib.ExitStack, limit: int) -> None:
+    """What build and start set alike, so that every bucket is compiled, and once.
+
+    Shapes stay static (with automatic dynamic shapes the graphs depend on the order of
+    calls); more buckets than Dynamo's limit are compiled all; every cache is on.
+
+    Args:
+        limit: Variants of one function that Dynamo must allow.
+    """
+    dynamo, inductor = torch._dynamo.config, torch._inductor.config
+    functorch = torch._functorch.config
+    each = max(dynamo.recompile_limit, limit)
+    for module, name, value in (
+        (dynamo, "automatic_dynamic_shapes", False),
+        (dynamo, "recompile_limit", each),
+        (
+            dynamo,
+            "accumulated_recompile_limit",
+            max(dynamo.accumulated_recompile_limit, 8 * limit),
+        ),
+        (inductor, "fx_graph_cache", True),
+        (inductor, "fx_graph_remote_cache", False),
+        (functorch, "enable_autograd_cache", True),
+        (functorch, "enable_remote_autograd_cache", False),
+    ):
+        set_option(patches, module, name, value)
+
+
+def pin_compiler(patches: contextlib.ExitStack, value: list[Any]) -> None:
+    """Make torch's keys name the compiler of the build instead of this machine's."""
+    set_option(patches, torch._inductor.config, "cpp.cxx", tuple(value))
