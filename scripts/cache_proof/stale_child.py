@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 
 def main() -> None:
@@ -30,12 +31,11 @@ def answer_to(spec: dict) -> dict:
     scope = {"torch": torch, "model_module": stale_model, "helper": stale_helper}
     scope |= {"contextlib": contextlib, "os": os, "sys": sys}
     exec(spec.get("first", ""), scope)
-    answer = {"verdict": "", "reasons": [], "error": 0.0}
+    answer = {"verdict": "", "reasons": [], "error": 0.0, "counted": {}}
     try:
         receipt = compilekit.restore(spec["artifact"], require=spec.get("require", ()))
     except CompilekitError as exc:
-        answer |= {"verdict": "refused", "reasons": str(exc).splitlines()}
-        answer["code"] = exc.exit_code
+        answer |= {"verdict": "refused", "reasons": _reasons(str(exc))}
         return answer
     scope["model"] = stale_model.make()
     scope["x"] = stale_model.sample(4)
@@ -43,21 +43,50 @@ def answer_to(spec: dict) -> dict:
     scope["mode"] = torch.no_grad
     exec(spec.get("then", ""), scope)
     model, x = scope["model"], scope["x"]
-    try:
-        compiled = torch.compile(model, **scope["options"])
+    compiled = torch.compile(model, **scope["options"])
+
+    def call() -> torch.Tensor:
         with scope["mode"]():
-            found = compiled(x)
+            return compiled(x)
+
+    try:
+        if scope.get("in_thread"):
+            with ThreadPoolExecutor(max_workers=1) as pool:
+                found = pool.submit(call).result()
+        else:
+            found = call()
         receipt.finish()
     except CompilekitError as exc:
-        answer |= {"verdict": "policy", "reasons": str(exc).splitlines()}
-        answer["code"] = exc.exit_code
+        answer |= {"verdict": "policy", "reasons": _reasons(str(exc))}
         return answer
     with scope["mode"]():
         expected = model(x)
     answer["error"] = float((found.double() - expected.double()).abs().max())
-    answer["reasons"] = [miss.reason for miss in receipt.misses]
-    answer["verdict"] = "recompiled" if receipt.misses else "same"
+    answer["reasons"] = [[miss.kind, miss.reason] for miss in receipt.misses]
+    answer["counted"] = counted()
+    kinds = {miss.kind for miss in receipt.misses}
+    compiled_anew = kinds & {"compile", "kernel", "benchmark", "process"}
+    answer["verdict"] = "recompiled" if compiled_anew else "traced"
+    if not kinds:
+        answer["verdict"] = "same"
     return answer
+
+
+def _reasons(text: str) -> list[list[str]]:
+    return [["error", line.strip()] for line in text.splitlines()]
+
+
+def counted() -> dict[str, int]:
+    """What torch itself counted, which compilekit's watching can't have changed."""
+    from torch._dynamo.utils import counters
+
+    return {
+        "traced": counters["stats"]["unique_graphs"],
+        "graphs": counters["inductor"]["fxgraph_cache_miss"]
+        + counters["inductor"]["fxgraph_cache_bypass"],
+        "looked up": counters["inductor"]["fxgraph_cache_hit"]
+        + counters["aot_autograd"]["autograd_cache_hit"],
+    }
 
 
 if __name__ == "__main__":

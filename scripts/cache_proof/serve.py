@@ -1,0 +1,140 @@
+"""Serve buckets from an artifact's caches, and say what torch did meanwhile.
+
+`serve(spec)` does it in this process; as a program it reads the spec as JSON from
+stdin and prints the answer as one JSON line.
+
+    spec      artifact, config, buckets: [entry, name, axes] in the order of use,
+              device (``cpu``)
+    answer    max_abs_diff from eager, misses, and what was counted: graphs traced,
+              graphs compiled and found, C++ kernels built, processes started
+
+Nothing that is counted comes from compilekit's own watching but the misses.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork")
+processes: list[str] = []
+
+
+def main() -> None:
+    """Do what the spec on stdin says."""
+    spec = json.load(sys.stdin)
+    sys.addaudithook(_note_process)
+    # What a model prints must not mix with the answer.
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps(serve(spec)), file=answer, flush=True)
+
+
+def _note_process(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _STARTS:
+        processes.append(f"{event} {arguments[:1]}")
+
+
+def serve(spec: dict[str, Any]) -> dict[str, Any]:
+    """Restore, call every bucket, compare with eager."""
+    import torch
+
+    import compilekit
+    from compilekit import config as configuration
+
+    config = configuration.load(Path(spec["config"]))
+    if config.compile.threads:
+        torch.set_num_threads(config.compile.threads)
+    began = time.perf_counter()
+    receipt = compilekit.restore(spec["artifact"], require="cache")
+    restored = time.perf_counter()
+    calls = _calls(config, spec["buckets"], spec.get("device", "cpu"))
+    made = time.perf_counter()
+    found = [call() for call in calls]
+    ended = time.perf_counter()
+    receipt.finish()
+    counted = count(Path(receipt.staged))
+    torch.compiler.set_stance("force_eager")
+    differences = [
+        largest_difference(one, call()) for one, call in zip(found, calls, strict=True)
+    ]
+    return {
+        "user": os.getuid(),
+        "path": os.environ.get("PATH"),
+        "max_abs_diff": max(differences),
+        "misses": [miss.reason for miss in receipt.misses],
+        "counted": counted,
+        "processes": list(processes),
+        "seconds": {"restore": restored - began, "first calls": ended - made},
+    }
+
+
+def _calls(config: Any, buckets: list[Any], device: str) -> list[Any]:
+    """Functions that make each bucket's call, with the same numbers every time."""
+    import torch
+
+    from compilekit.compiler import models
+    from compilekit.compiler.cache_worker import compile_entry, grad_mode
+    from compilekit.plan import Bucket
+
+    sys.path.insert(0, str(config.path.parent))
+    compiled: dict[str, Any] = {}
+    model = None
+
+    def call(entry: Any, bucket: Bucket) -> Any:
+        torch.manual_seed(0)
+        if entry.warmup:
+            where = f"[entries.{entry.name}] warmup"
+            warmup = models.import_function(config, entry.warmup, where)
+            return warmup(dict(bucket.axes))
+        kwargs = models.example_kwargs(config, entry, bucket, device=device, seed=0)
+        with grad_mode(entry):
+            return compiled[entry.name](**kwargs)
+
+    made = []
+    for name, bucket, axes in buckets:
+        entry = config.entries[name]
+        if not entry.warmup and name not in compiled:
+            model = model or models.build_real(config, seed=0).to(device)
+            compiled[name] = compile_entry(config, model, entry)
+        made.append(functools.partial(call, entry, Bucket(bucket, axes)))
+    return made
+
+
+def count(staged: Path) -> dict[str, int]:
+    """What torch counted, and the C++ kernels that lie where it builds them."""
+    from torch._dynamo.utils import counters
+
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    return {
+        "traced": counters["stats"]["unique_graphs"],
+        "graphs": inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
+        "missed": autograd["autograd_cache_miss"] + autograd["autograd_cache_bypass"],
+        "found": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
+        "kernels": sum(1 for _ in (staged / "inductor").rglob("*.so")),
+    }
+
+
+def largest_difference(found: Any, expected: Any) -> float:
+    """Over every tensor of two outputs; inf if they can't be compared."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    ours, theirs = (
+        [leaf.detach().double() for leaf in tree_leaves(x) if torch.is_tensor(leaf)]
+        for x in (found, expected)
+    )
+    if not ours or [t.shape for t in ours] != [t.shape for t in theirs]:
+        return float("inf")
+    pairs = zip(ours, theirs, strict=True)
+    worst = (float((a - b).abs().nan_to_num(nan=float("inf")).max()) for a, b in pairs)
+    return max(worst)
+
+
+if __name__ == "__main__":
+    main()
