@@ -313,6 +313,12 @@ def test_nothing_follows_the_end(packed: Path, tail: bytes) -> None:
     refused(packed, ManifestError)
 
 
+def test_a_sparse_tail_is_not_read(packed: Path) -> None:
+    """Zeros without end are refused after the first of them, not read to their end."""
+    os.truncate(packed, 1 << 40)
+    refused(packed, ManifestError)
+
+
 @pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08hello", b"PK\3\4", b"x" * 5000])
 def test_no_archive(tmp_path: Path, content: bytes) -> None:
     """Any other file, a compressed archive included, is refused by name."""

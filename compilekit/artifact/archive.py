@@ -312,9 +312,10 @@ def _check_end(read: Callable[[int], bytes]) -> None:
     """Behind the last member there are zeros, two blocks at least, and nothing else."""
     count = 0
     while chunk := read(_CHUNK):
-        if chunk.strip(b"\0"):
-            raise ManifestError("expected the end of the archive, found more data")
         count += len(chunk)
+        # A sparse file of a terabyte would keep a start busy for minutes.
+        if chunk.strip(b"\0") or count > _CHUNK:
+            raise ManifestError("expected the end of the archive, found more data")
     if count < 2 * tarfile.BLOCKSIZE:
         raise ManifestError("expected the end of the archive, and the file ends before")
 
