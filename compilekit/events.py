@@ -136,6 +136,25 @@ def ignore(event: Event) -> None:
     """The ``on_event`` of a caller that wants no progress."""
 
 
+def bucket_result(event: BuildEvent) -> BucketResult:
+    """What a bucket's last event (``finished`` or ``failed``) says about it."""
+    failed = event.kind == "failed"
+    return BucketResult(
+        target=event.target,
+        entry=event.entry,
+        bucket=event.bucket,
+        status="failed" if failed else "built",
+        kernels=event.kernels,
+        seconds=event.seconds,
+        size_bytes=event.size_bytes,
+        error=event.message if failed else "",
+        error_type=event.error_type,
+        log=event.log,
+        attention=event.attention,
+        warning=event.warning,
+    )
+
+
 def to_line(event: Event) -> str:
     """One JSON line, without the newline; fields at their defaults are left out."""
     fields = {

@@ -1,108 +1,19 @@
 """Private torch names that the start-up benchmark's peers need.
 
 compilekit itself uses none of this: these are the other ways to avoid a compile, set up
-as well as their users could set them up. Checked against torch 2.11 and 2.13.
+as well as their users could set them up. Mega-cache's kernels are kept and served by
+`caches.kernels`. Checked against torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-
-Loader = Callable[[], Any]
-
-
-def record_kernels(directory: Path) -> None:
-    """Copy every C++ kernel that Inductor compiles from now on, named by its source.
-
-    Mega-cache stores no C++ kernel, so a start from it calls the compiler for each;
-    together with `restore_kernels` it needs none.
-
-    Source: torch 2.11 and 2.13 _inductor/codecache.py, CppCodeCache.load_async.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-
-    def recorded(loader: Loader, digest: str) -> Loader:
-        def load() -> Any:
-            library = loader()
-            # A CPython module has __file__, a ctypes library has _name.
-            built = Path(getattr(library, "__file__", None) or library._name)
-            kept = directory / f"{digest}.so"
-            if not kept.exists():
-                shutil.copyfile(built, kept)
-            return library
-
-        return load
-
-    _wrap_load_async(lambda cls, digest, compile_: recorded(compile_(), digest))
-
-
-def restore_kernels(directory: Path) -> None:
-    """Serve the kernels that `record_kernels` kept; any other one is compiled.
-
-    The key leaves out compiler and flags, so this is only right on a machine with the
-    instruction set of the build.
-
-    Source: torch 2.11 and 2.13 _inductor/codecache.py, CppCodeCache.load_async.
-    """
-
-    def restored(cls: Any, digest: str, compile_: Callable[[], Loader]) -> Loader:
-        kept = directory / f"{digest}.so"
-        if not kept.exists():
-            return compile_()
-        library: list[Any] = []
-
-        def load() -> Any:
-            if not library:
-                library.append(cls._load_library(str(kept), digest))
-            return library[0]
-
-        return load
-
-    _wrap_load_async(restored)
-
-
-def _wrap_load_async(
-    wrapper: Callable[[Any, str, Callable[[], Loader]], Loader],
-) -> None:
-    codecache = importlib.import_module("torch._inductor.codecache")
-    original = codecache.CppCodeCache.load_async.__func__
-
-    def load_async(
-        cls: Any,
-        /,
-        main_code: str,
-        device_type: str = "cpu",
-        submit_fn: Any = None,
-        extra_flags: Sequence[str] = (),
-        optimized_code: str | None = None,
-        **other: Any,  # 2.13: needs_vec_isa, kernel_needs_vec_isa
-    ) -> Loader:
-        parts = (cls.__name__, main_code, device_type, *extra_flags, optimized_code)
-        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-
-        def compile_() -> Loader:
-            loader: Loader = original(
-                cls,
-                main_code,
-                device_type,
-                submit_fn=submit_fn,
-                extra_flags=extra_flags,
-                optimized_code=optimized_code,
-                **other,
-            )
-            return loader
-
-        return wrapper(cls, digest, compile_)
-
-    codecache.CppCodeCache.load_async = classmethod(load_async)
 
 
 def inductor_options(mode: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -249,11 +249,10 @@ def _prepare_caches(loaded: Loaded, store: Path) -> None:
 
     import torch
 
-    from .._torch import peers
+    from .._torch.caches import kernels
     from ..errors import CaptureError
 
-    kernels = store / "mega+kernels" / "kernels"
-    peers.record_kernels(kernels)
+    kernels.record(store / "mega+kernels" / "kernels")
     with torch.no_grad():
         functions = start("cold", loaded, store)
         for call, function in zip(loaded.calls, functions, strict=True):
@@ -398,9 +397,10 @@ def start(
         import torch
 
         if row == "mega+kernels":
-            from .._torch import peers
+            from .._torch.caches import kernels
 
-            peers.restore_kernels(shipped / "kernels")
+            known = {path.stem: path for path in (shipped / "kernels").iterdir()}
+            kernels.serve(known, on_build=lambda key: None)
         torch.compiler.load_cache_artifacts((shipped / "bundle.bin").read_bytes())
     entries = {call.entry: compiled(loaded, call) for call in loaded.calls}
     return [entries[call.entry] for call in loaded.calls]
