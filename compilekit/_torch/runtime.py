@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -181,7 +181,7 @@ def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return module._parameters, module._buffers, module._modules
 
 
-def forward_hooks(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
+def forward_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     """A module's hooks around its forward.
 
     Source: torch/nn/modules/module.py, Module._call_impl (2.11, 2.13).
@@ -189,21 +189,13 @@ def forward_hooks(module: torch.nn.Module) -> tuple[Mapping[int, Any], ...]:
     return module._forward_hooks, module._forward_pre_hooks
 
 
-def global_forward_hooks() -> tuple[Mapping[int, Any], ...]:
+def global_forward_hooks() -> tuple[dict[int, Any], ...]:
     """Hooks around the forward of every module of the process.
 
     Source: torch/nn/modules/module.py, Module._call_impl (2.11, 2.13).
     """
     nn = torch.nn.modules.module
     return nn._global_forward_hooks, nn._global_forward_pre_hooks
-
-
-dict_version: Callable[[dict[Any, Any]], int] = _guards.dict_version
-"""A number that changes whenever a dict does; about 0.04 µs.
-
-Storing the same object again doesn't change it. Source: torch/csrc/dynamo/guards.cpp,
-dict_version (2.11, 2.13): Python 3.11's version tag, a dict watcher on Python 3.12.
-"""
 
 
 def compiled_frames() -> int:

@@ -7,7 +7,8 @@ have an index of their own, sealed the same way and bound to the manifest by dig
 Standard library only.
 """
 
-from __future__ import annotations
+# Annotations are evaluated: as text, a named tuple would compile each of them, and a
+# start pays for it.
 
 import re
 from collections.abc import Iterable, Mapping

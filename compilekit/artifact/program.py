@@ -11,7 +11,8 @@ Paths name a place below a root: ``layers.0.weight`` below the model,
 Standard library only.
 """
 
-from __future__ import annotations
+# Annotations are evaluated: as text, a named tuple would compile each of them, and a
+# start pays for it.
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast

@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from operator import itemgetter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,9 +53,9 @@ class BoundProgram(NamedTuple):
 
     Attributes:
         call: The host code.
-        order: Graph input i is pool element ``order[i]``; the pool is the model's
-            tensors followed by the arguments.
-        pick: Takes the graph inputs from the pool.
+        order: Graph input i is element ``order[i]`` of the model's tensors followed by
+            the arguments.
+        arguments: (graph input, argument) of each graph input that a call passes.
         specs: Expected metadata of each argument.
         outputs: Graph outputs.
         plain: True if every graph output is what the program returns, in order.
@@ -70,7 +69,7 @@ class BoundProgram(NamedTuple):
     bucket: Bucket
     call: Call
     order: tuple[int, ...]
-    pick: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+    arguments: tuple[tuple[int, int], ...]
     specs: tuple[TensorSpec, ...]
     outputs: tuple[GraphOutput, ...]
     plain: bool
@@ -78,6 +77,15 @@ class BoundProgram(NamedTuple):
     writes: tuple[str, ...]
     build: ResultBuilder
     aligned: tuple[tuple[int, bool], ...]
+
+    def inputs(
+        self, watch: Watch, fitted: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The graph inputs, from the live tensors and a call's arguments."""
+        inputs = watch.inputs(self.bucket.name, self.order)
+        for index, argument in self.arguments:
+            inputs[index] = fitted[argument]
+        return inputs
 
 
 class Dispatcher(AttachedMethod):
@@ -178,10 +186,10 @@ class Dispatcher(AttachedMethod):
             given, sizes = self.arguments.given(values)
             bound, cut = self._bucket(sizes)
             fitted = self.arguments.fitted(given, bound.specs, values)
-        model_tensors = self._model_tensors()
+        watch = self._checked_watch()
         if bound.mutated:
-            self._refuse_overlap(bound, fitted, model_tensors)
-        inputs = list(bound.pick([*model_tensors, *fitted]))
+            self._refuse_overlap(bound, fitted, watch)
+        inputs = bound.inputs(watch, fitted)
         for index, copied in bound.aligned:
             if inputs[index].data_ptr() % ALIGNMENT:
                 inputs[index] = self._aligned(bound, inputs[index], index, copied)
@@ -198,7 +206,7 @@ class Dispatcher(AttachedMethod):
 
         For whoever owns the arguments, and so knows that they lie apart.
         """
-        inputs = list(bound.pick([*self._model_tensors(), *fitted]))
+        inputs = bound.inputs(self._checked_watch(), fitted)
         return self._call(bound, inputs, fitted)
 
     def _aligned(
@@ -238,15 +246,16 @@ class Dispatcher(AttachedMethod):
         self,
         bound: BoundProgram,
         arguments: list[torch.Tensor],
-        model_tensors: list[torch.Tensor],
+        watch: Watch,
     ) -> None:
         """A program's inputs lie apart, or else none of them may be written."""
+        model_tensors = watch.tensors
         count = len(model_tensors)
         written = [bound.order[index] for index in bound.mutated]
         own = [position - count for position in written if position >= count]
         others = model_tensors if own else [model_tensors[i] for i in written]
         found = first_overlap(
-            arguments, own, others, self.watch.storages() if own else storages(others)
+            arguments, own, others, watch.storages() if own else storages(others)
         )
         if found is None:
             return
@@ -312,8 +321,8 @@ class Dispatcher(AttachedMethod):
             outputs.append(base if own is None else own)
         return outputs
 
-    def _model_tensors(self) -> list[torch.Tensor]:
-        """The live tensors that programs read, after the checks of each call."""
+    def _checked_watch(self) -> Watch:
+        """What holds the live tensors, after the checks of each call."""
         ambient = self.entry.ambient
         if torch.is_autocast_enabled(self.device.type) != ambient["autocast"]:
             raise CallRefusedError(
@@ -343,7 +352,7 @@ class Dispatcher(AttachedMethod):
                 hint="Call it under torch.inference_mode() or torch.no_grad(), or"
                 " call model.requires_grad_(False) once.",
             )
-        return watch.tensors
+        return watch
 
     def _bind_again(self) -> Watch:
         """After something moved: compare everything, then bind again or refuse."""
@@ -387,7 +396,11 @@ class Dispatcher(AttachedMethod):
             bucket=bucket,
             call=call,
             order=order,
-            pick=_pick(order),
+            arguments=tuple(
+                (index, position - len(tensors))
+                for index, position in enumerate(order)
+                if position >= len(tensors)
+            ),
             specs=tuple(
                 specs.get(argument.path) or contiguous_spec(argument.rule, bucket.axes)
                 for argument in self.arguments.tensors
@@ -434,15 +447,6 @@ def _live(programs: list[Program]) -> dict[str, str]:
             elif index in viewed:
                 live[graph_input.path] = "returns a view of"
     return live
-
-
-def _pick(
-    order: tuple[int, ...],
-) -> Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]:
-    """``[pool[i] for i in order]``, in C where there are several."""
-    if len(order) > 1:
-        return itemgetter(*order)
-    return lambda pool: [pool[position] for position in order]
 
 
 def _bucket(program: Program, axes: tuple[str, ...]) -> Bucket:

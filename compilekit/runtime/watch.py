@@ -10,7 +10,6 @@ import torch
 
 from compilekit import paths
 from compilekit._torch.runtime import (
-    dict_version,
     forward_hooks,
     global_forward_hooks,
     registries,
@@ -19,6 +18,7 @@ from compilekit._torch.runtime import (
 from compilekit.artifact.program import Entry
 from compilekit.runtime.model import ModelView
 from compilekit.runtime.overlap import storages
+from compilekit.runtime.words import Words, class_address, version_address
 
 
 class Watch:
@@ -41,12 +41,8 @@ class Watch:
     def __init__(self, view: ModelView, entry: Entry) -> None:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
         self._dicts = tuple(_watched_dicts(view, self._modules, entry))
-        self._versions = list(map(dict_version, self._dicts))
-        self._classes = list(map(type, self._modules))
-        hooked = self._modules[1:] if entry.method == "forward" else self._modules
-        self._hooks = (
-            *global_forward_hooks(),
-            *(hooks for module in hooked for hooks in forward_hooks(module)),
+        self._words = Words(
+            [*map(version_address, self._dicts), *map(class_address, self._modules)]
         )
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
         self.requires_grad = any(
@@ -61,6 +57,20 @@ class Watch:
         )
         self._guards: dict[bool, Callable[..., bool]] = {}
         self._storages: frozenset[int] | None = None
+        self._inputs: dict[str, list[Any]] = {}
+
+    def inputs(self, bucket: str, order: Sequence[int]) -> list[Any]:
+        """A program's graph inputs, with None in the place of every argument.
+
+        Args:
+            bucket: The program's bucket.
+            order: Graph input → its place in `tensors`, or beyond for an argument.
+        """
+        kept = self._inputs.get(bucket)
+        if kept is None:
+            tensors = [*self.tensors, *[None] * len(order)]
+            kept = self._inputs[bucket] = [tensors[place] for place in order]
+        return kept.copy()
 
     def storages(self) -> frozenset[int]:
         """Where the memory of the tensors that programs read begins."""
@@ -83,10 +93,8 @@ class Watch:
     def changed(self) -> bool:
         """True if anything moved since."""
         return (
-            list(map(dict_version, self._dicts)) != self._versions
+            self._words.changed()
             or not self._guards[torch.is_inference_mode_enabled()](*self.tensors)
-            or list(map(type, self._modules)) != self._classes
-            or any(self._hooks)
             or any(_moved(*item) for item in self._unheld)
         )
 
@@ -103,11 +111,17 @@ def _moved(
 def _watched_dicts(
     view: ModelView, modules: Sequence[torch.nn.Module], entry: Entry
 ) -> Iterator[dict[Any, Any]]:
-    """The dicts that hold what a program depends on, each once."""
+    """The dicts that hold what a program depends on, each once.
+
+    Those of hooks are empty when a model fits; the root's own run around a program.
+    """
     seen: set[int] = set()
     owners: list[dict[Any, Any]] = [vars(module) for module in modules]
     # An empty registry holds nothing a program reads; filling one changes no forward.
     owners += [each for module in modules for each in registries(module) if each]
+    owners += global_forward_hooks()
+    hooked = modules[1:] if entry.method == "forward" else modules
+    owners += [each for module in hooked for each in forward_hooks(module)]
     for read in entry.reads:
         if read.path.startswith("module:"):
             continue
