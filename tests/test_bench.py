@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from compilekit.bench import __main__ as command
-from compilekit.bench import growth, startup, steady, tables
+from compilekit.bench import growth, process, records, startup, steady, tables
 from compilekit.config import Config, load
 from compilekit.errors import ConfigError, ResourceError
+from compilekit.results import to_json
 
 # torch 2.13 warns about itself when a build imports Inductor into this process.
 quiet_inductor = pytest.mark.filterwarnings(
@@ -76,12 +78,12 @@ def start(
     *rows: str,
     repeat: int = 1,
     out: Path | None = None,
-    events: list[startup.StartupEvent] | None = None,
+    events: list[process.ProcessEvent] | None = None,
     artifact: Path | None = None,
     timeout_seconds: float = 600.0,
-) -> startup.StartupResult:
+) -> records.StartupResult:
     """One run on one thread with a fixed seed."""
-    seen: list[startup.StartupEvent] = [] if events is None else events
+    seen: list[process.ProcessEvent] = [] if events is None else events
     return startup.run(
         config,
         artifact=artifact,
@@ -97,9 +99,9 @@ def start(
     )
 
 
-def sample(attach_ms: float, *buckets: tuple[float, float]) -> startup.Sample:
+def sample(attach_ms: float, *buckets: tuple[float, float]) -> records.Sample:
     """A sample with these (first, steady) milliseconds."""
-    return startup.Sample(
+    return records.Sample(
         repetition=1,
         position=1,
         import_torch_ms=1.0,
@@ -108,7 +110,7 @@ def sample(attach_ms: float, *buckets: tuple[float, float]) -> startup.Sample:
         attach_ms=attach_ms,
         attach_phases_ms={},
         buckets=tuple(
-            startup.BucketSample("forward", f"b{index}", first, steady_ms, 0.0)
+            records.BucketSample("forward", f"b{index}", first, steady_ms, 0.0)
             for index, (first, steady_ms) in enumerate(buckets)
         ),
         peak_rss_bytes=2,
@@ -131,9 +133,9 @@ def test_ready_and_overhead_follow_their_definitions() -> None:
 
 def test_a_spread_is_median_and_range() -> None:
     """The median is taken over repetitions, and nothing gives nothing."""
-    row = startup.Row("cold", tuple(sample(ms) for ms in (3.0, 1.0, 8.0)))
-    assert row.ready_ms == startup.Spread(3.0, 1.0, 8.0)
-    assert startup.Row("cold", ()).ready_ms is None
+    row = records.Row("cold", tuple(sample(ms) for ms in (3.0, 1.0, 8.0)))
+    assert row.ready_ms == records.Spread(3.0, 1.0, 8.0)
+    assert records.Row("cold", ()).ready_ms is None
 
 
 def test_the_order_of_rows_comes_from_the_seed() -> None:
@@ -182,7 +184,7 @@ def test_a_child_gets_nothing_that_steers_torch(
     """Variables of torch, OpenMP and compilers are dropped and PATH can be emptied."""
     for name in ("TORCH_LOGS", "TORCHINDUCTOR_FREEZING", "CXX", "OMP_PROC_BIND"):
         monkeypatch.setenv(name, "1")
-    found = startup.environment(3, tmp_path, tmp_path / "cache", compiler=False)
+    found = process.environment(3, tmp_path, tmp_path / "cache", compiler=False)
     assert not {"TORCH_LOGS", "TORCHINDUCTOR_FREEZING", "CXX"} & set(found)
     assert "OMP_PROC_BIND" not in found
     assert found["OMP_NUM_THREADS"] == "3"
@@ -194,7 +196,7 @@ def test_a_child_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     """A process past its limit is killed and says how long it had."""
     (tmp_path / "sleeper.py").write_text("import time; time.sleep(60)")
     variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    outcome = startup.spawn("sleeper", {}, variables, 0.5)
+    outcome = process.spawn("sleeper", {}, variables, 0.5)
     assert outcome.error == "no result within 0.5 s"
     assert outcome.seconds < 30
 
@@ -213,7 +215,7 @@ def test_a_child_that_fails_says_why(tmp_path: Path, code: str, error: str) -> N
     """Exception, signal, last line or exit code becomes the row's error."""
     (tmp_path / "failing.py").write_text(code)
     variables = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert startup.spawn("failing", {}, variables, 60).error == error
+    assert process.spawn("failing", {}, variables, 60).error == error
 
 
 def test_output_that_libraries_print_is_not_the_result(tmp_path: Path) -> None:
@@ -227,9 +229,9 @@ def test_output_that_libraries_print_is_not_the_result(tmp_path: Path) -> None:
         "child.reference = reference\n"
         "child.main()\n"
     )
-    root = str(Path(startup.__file__).parents[2])
+    root = str(Path(process.__file__).parents[2])
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
-    outcome = startup.spawn("noisy", {"task": "reference"}, variables, 60)
+    outcome = process.spawn("noisy", {"task": "reference"}, variables, 60)
     assert outcome.data == {"ok": 1}
 
 
@@ -272,7 +274,7 @@ def test_a_run_reports_every_process_and_writes_strict_json(
     small: Callable[..., Config], tmp_path: Path
 ) -> None:
     """An eager run: events in order, phases filled in, exact outputs, valid JSON."""
-    events: list[startup.StartupEvent] = []
+    events: list[process.ProcessEvent] = []
     out = tmp_path / "results" / "startup.json"
     result = start(small(), "eager", out=out, events=events)
     assert [(e.kind, e.row, e.index, e.count) for e in events] == [
@@ -290,11 +292,150 @@ def test_a_run_reports_every_process_and_writes_strict_json(
     assert found.processes == 0
     assert found.compiler_modules == ()
     data = json.loads(out.read_text(), parse_constant=pytest.fail)
-    assert data["schema"] == startup.SCHEMA
+    assert data["schema"] == records.SCHEMA
     assert data["seed"] == 7
     assert data["rows"][0]["samples"][0]["buckets"][0]["bucket"] == "b2"
     assert data["rows"][0]["over_repetitions"]["ready_ms"]["median"] == found.ready_ms
     assert not list(out.parent.glob("*.partial"))
+
+
+class Children:
+    """In the place of child processes: answers at once, and notes what was asked.
+
+    Attributes:
+        asked: What each child was to do.
+        interrupt: Ctrl-C comes when this many were started; 0 = never.
+        environment: What the reference says about where it ran.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.interrupt = 0
+        self.environment = {"torch": "2.13.0"}
+
+    def spawn(
+        self, module: str, spec: dict[str, object], *_: object
+    ) -> process.Outcome:
+        """As `process.spawn`."""
+        self.asked.append(str(spec["what"]))
+        if len(self.asked) == self.interrupt:
+            raise KeyboardInterrupt
+        if spec["task"] == "reference":
+            found: dict[str, object] = {
+                "buckets": ["forward/b0"],
+                "environment": self.environment,
+            }
+        else:
+            found = dataclasses.asdict(sample(10.0 + len(self.asked), (5.0, 1.0)))
+            for name in ("repetition", "position", "wall_ms", "run"):
+                del found[name]
+            found["ready_ms"] = 15.0
+        return process.Outcome(found, 1.0)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> Children:
+    """No process is started."""
+    made = Children()
+    monkeypatch.setattr(startup, "spawn", made.spawn)
+    return made
+
+
+def test_an_interrupted_run_keeps_what_it_measured(
+    small: Callable[..., Config], tmp_path: Path, children: Children
+) -> None:
+    """After every process the file holds all so far, and says what is missing."""
+    out = tmp_path / "startup.json"
+    children.interrupt = 4
+    with pytest.raises(KeyboardInterrupt):
+        start(small(), "eager", "cold", repeat=2, out=out)
+    found = records.read_result(out)
+    assert sum(len(row.samples) for row in found.rows) == 2
+    assert len(json.loads(out.read_text())["missing"]) == 2
+    shown = tables.markdown(json.loads(out.read_text()))
+    assert "| eager" in shown
+    assert "| cold" in shown
+    assert "not measured yet" in shown or "(1 of 2)" in shown
+
+
+def test_a_run_adds_to_what_an_earlier_one_left(
+    small: Callable[..., Config], tmp_path: Path, children: Children
+) -> None:
+    """The same setting again: kept processes stay as they are, only others run."""
+    out = tmp_path / "startup.json"
+    children.interrupt = 3
+    with pytest.raises(KeyboardInterrupt):
+        start(small(), "eager", "cold", repeat=2, out=out)
+    children.interrupt = 0
+    before = records.read_result(out)
+    (kept,) = [one for row in before.rows for one in row.samples]
+    children.asked.clear()
+    events: list[process.ProcessEvent] = []
+    result = start(small(), "eager", "cold", repeat=2, out=out, events=events)
+    assert (events[0].kind, events[0].message) == ("kept", f"1 processes of {out}")
+    assert sorted(children.asked) == ["cold", "cold", "eager", "reference"] or sorted(
+        children.asked
+    ) == ["cold", "eager", "eager", "reference"]
+    assert result == records.read_result(out)
+    assert result.missing == ()
+    assert kept in [one for row in result.rows for one in row.samples]
+    assert sorted(one.run for row in result.rows for one in row.samples) == [1, 2, 2, 2]
+    assert [len(order) for order in result.started_rows] == [2, 2]
+    # Another row and more repetitions; then there is nothing left to do.
+    more = start(small(), "eager", "aoti", repeat=3, out=out)
+    assert {row.name: len(row.samples) for row in more.rows} == {
+        "eager": 3,
+        "cold": 2,
+        "aoti": 3,
+    }
+    assert more.missing == (("cold", 3),)
+    assert "| cold (2 of 3) |" in tables.markdown(json.loads(out.read_text()))
+    assert " from 3 runs," in tables.markdown(json.loads(out.read_text()))
+    children.asked.clear()
+    assert start(small(), "aoti", repeat=3, out=out) == more
+    assert children.asked == []
+    # What a complete row shipped was measured when it was there.
+    shipped = dataclasses.replace(more.row("aoti"), shipped_bytes=5)
+    records.write_json(out, more.with_row(shipped).as_json())
+    again = start(small(), "aoti", "cold", repeat=3, out=out)
+    assert (again.missing, again.row("aoti").shipped_bytes) == ((), 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out.write_text("[]"), "isn't a result of `bench startup`"),
+        (lambda out: out.write_text('{"schema": 1}'), "schema 1 instead of 2"),
+        (
+            lambda out: records.write_json(
+                out, {**json.loads(out.read_text()), "threads": 4}
+            ),
+            "threads: expected 4, found 1",
+        ),
+        (
+            lambda out: records.write_json(
+                out, {**json.loads(out.read_text()), "environment": {"cpu": "another"}}
+            ),
+            "environment: expected {'cpu': 'another'}, found",
+        ),
+    ],
+    ids=["no result", "another schema", "another setting", "another machine"],
+)
+def test_a_run_adds_to_nothing_else(
+    small: Callable[..., Config],
+    tmp_path: Path,
+    children: Children,
+    change: Callable[[Path], object],
+    message: str,
+) -> None:
+    """What can't stand in one table is refused, and the file stays as it is."""
+    out = tmp_path / "startup.json"
+    start(small(), "eager", out=out)
+    change(out)
+    text = out.read_text()
+    with pytest.raises(ConfigError, match=message):
+        start(small(), "eager", repeat=2, out=out)
+    assert out.read_text() == text
 
 
 @pytest.mark.slow
@@ -351,7 +492,7 @@ def test_a_row_that_fails_stays_in_the_result(
     assert row.error
     assert "Traceback" in row.log
     assert result.row("eager").error == ""
-    assert json.dumps(startup.json_safe(result.as_json()))
+    assert json.dumps(to_json(result.as_json()))
 
 
 def test_interleaving_alternates_which_side_comes_first() -> None:
@@ -408,7 +549,9 @@ def test_steady_state_is_measured_against_torch_compile(
         out=out,
         processes=1,
         pairs=50,
+        work=tmp_path / "work",
     )
+    assert any((tmp_path / "work" / "cache").iterdir())
     assert [bucket.bucket for bucket in result.buckets] == ["b2", "b4"]
     for bucket in result.buckets:
         (found,) = bucket.samples
@@ -428,7 +571,7 @@ def test_a_growth_line_reads_as_one_sentence() -> None:
     """The line names what varies, what stays, each median and the slope per unit."""
     points = tuple(
         growth.GrowthPoint(
-            value, kernels, 1, startup.Spread(ms, ms, ms), startup.Spread(0, 0, 0)
+            value, kernels, 1, records.Spread(ms, ms, ms), records.Spread(0, 0, 0)
         )
         for value, kernels, ms in ((8, 16, 4.0), (32, 64, 16.0))
     )
@@ -449,6 +592,18 @@ def test_growth_writes_configurations_that_load(
         assert config.axes["s"] == (64, 128, 256)
     else:
         assert config.axes["b"] == (16,)
+
+
+def test_growth_finds_artifacts_that_are_there(
+    small: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second run in the same place measures without building anything again."""
+    from compilekit.compiler import build
+
+    monkeypatch.setattr(build, "build", pytest.fail)
+    (tmp_path / "artifact").mkdir()
+    there = tmp_path / "artifact"
+    assert growth._built(small(), there, lambda event: None) == there
 
 
 @quiet_inductor
@@ -472,21 +627,26 @@ def test_growth_measures_each_point(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["lines"][0]["axis"] == "kernels"
 
 
-def startup_result() -> startup.StartupResult:
+def startup_result() -> records.StartupResult:
     """A result with one row that ran and one that didn't."""
-    return startup.StartupResult(
-        config="small/compilekit.toml",
-        model="small:make",
+    return records.StartupResult(
+        setting=records.Setting(
+            config="small/compilekit.toml",
+            config_sha256="",
+            model="small:make",
+            weights="random",
+            artifact="",
+            threads=1,
+            calls=3,
+        ),
         buckets=("forward/b2",),
         seed=7,
-        threads=1,
         repeat=2,
-        calls=3,
         environment={"cpu": "a processor", "cpus": "2", "torch": "2.13.0"},
         started_rows=(("cold", "aoti"), ("aoti", "cold")),
         rows=(
-            startup.Row("cold", (sample(10.0, (5.0, 1.0)), sample(10.0, (7.0, 1.0)))),
-            startup.Row("aoti", (), error="RuntimeError: no export"),
+            records.Row("cold", (sample(10.0, (5.0, 1.0)), sample(10.0, (7.0, 1.0)))),
+            records.Row("aoti", (), error="RuntimeError: no export"),
         ),
     )
 
@@ -508,7 +668,7 @@ def test_tables_show_medians_ranges_and_failures() -> None:
 def test_results_name_no_path_of_the_machine(small: Callable[..., Config]) -> None:
     """Of the configuration's path only folder and file are kept."""
     config = small()
-    assert startup.short_path(config) == f"{config.path.parent.name}/compilekit.toml"
+    assert records.short_path(config) == f"{config.path.parent.name}/compilekit.toml"
 
 
 def test_the_module_prints_tables_and_short_errors(
@@ -516,7 +676,7 @@ def test_the_module_prints_tables_and_short_errors(
 ) -> None:
     """``python -m compilekit.bench`` writes tables to stdout and errors to stderr."""
     path = tmp_path / "startup.json"
-    startup.write_json(path, startup_result().as_json())
+    records.write_json(path, startup_result().as_json())
     assert command.main(["tables", str(path)]) == 0
     assert capsys.readouterr().out.startswith("| row | ready | overhead |")
     missing = str(tmp_path / "none.toml")

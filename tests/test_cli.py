@@ -897,8 +897,7 @@ def test_bench_shows_medians_by_row_and_by_bucket(
         )
 
     result = types.SimpleNamespace(
-        model="toy",
-        threads=1,
+        setting=types.SimpleNamespace(model="toy", threads=1),
         repeat=3,
         rows=(
             row("compilekit", sample(3.0), sample(5.0), sample(4.0)),

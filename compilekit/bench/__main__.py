@@ -16,7 +16,8 @@ from pathlib import Path
 
 from ..config import load
 from ..errors import CompilekitError
-from . import growth, startup, steady, tables
+from . import growth, steady, tables
+from .process import ProcessEvent
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,6 +45,7 @@ def _measure(given: argparse.Namespace) -> dict[str, object]:
             repeat=given.repeat,
             on_event=_narrate,
             out=given.out,
+            work=given.work,
         ).as_json()
     config = load(given.config)
     return steady.run(
@@ -55,6 +57,8 @@ def _measure(given: argparse.Namespace) -> dict[str, object]:
         out=given.out,
         processes=given.repeat,
         pairs=given.pairs,
+        buckets=tuple(given.buckets.split(",")) if given.buckets else (),
+        work=given.work,
     ).as_json()
 
 
@@ -68,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     pairs.add_argument("artifact", type=Path, metavar="ARTIFACT")
     pairs.add_argument("--pairs", type=int, default=200, help="pairs of calls (200)")
     pairs.add_argument("--weights", help="instead of those under [verify] in CONFIG")
+    pairs.add_argument("--buckets", metavar="NAMES", help="only these, by commas")
+    pairs.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep torch's cache, and find it"
+    )
     lines = commands.add_parser("growth", help="overhead by buckets, layers, kernels")
     for name, default in (
         ("buckets", [1, 3, 8]),
@@ -75,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         ("kernels", [8, 32, 128]),
     ):
         lines.add_argument(f"--{name}", nargs="*", type=int, default=default)
+    lines.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep the artifacts, and find them"
+    )
     for command in (pairs, lines):
         command.add_argument("--repeat", type=int, default=3, help="processes (3)")
         command.add_argument("--threads", type=int, default=1)
@@ -82,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _narrate(event: startup.StartupEvent) -> None:
+def _narrate(event: ProcessEvent) -> None:
     if event.kind != "started":
         sys.stderr.write(
             f"{event.index}/{event.count}\t{event.row}\t{event.kind}"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
 from . import _startup_child as child
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Watch:
 
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Time every bucket: ``torch.compile``, the attached model, the program in it."""
-    compiled, attached = child.load(spec), child.load(spec)
+    compiled, attached = _load(spec), _load(spec)
     import torch
 
     import compilekit
@@ -62,6 +63,16 @@ def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
             for call, function in zip(compiled.calls, functions, strict=True)
         ]
     return {"buckets": buckets, "environment": child.versions()}
+
+
+def _load(spec: Mapping[str, Any]) -> child.Loaded:
+    """A live model, with the calls of the buckets that were asked for."""
+    loaded = child.load(spec)
+    wanted = spec["buckets"] or [call.bucket.name for call in loaded.calls]
+    calls = [call for call in loaded.calls if call.bucket.name in wanted]
+    if not calls:
+        raise ConfigError(f"bench steady: no bucket is named {', '.join(wanted)}")
+    return loaded._replace(calls=calls)
 
 
 def _measure_bucket(

@@ -8,17 +8,21 @@ that of ``bench startup``: time to all first outputs less one steady call of eac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .. import events
-from ..config import load
+from ..artifact import open_artifact
+from ..config import Config, load
 from ..errors import HarvestError
 from . import startup
+from .process import OnProcessEvent
+from .records import Spread, write_json
 
 SCHEMA = 1
 
@@ -56,7 +60,6 @@ kwargs = {{ use_cache = false }}
 [entries.forward.inputs.input_ids]
 shape = [1, "s"]
 dtype = "int64"
-pad = 0
 high = 1000
 """
 
@@ -104,7 +107,7 @@ class GrowthPoint:
     Attributes:
         value: What the line varies: buckets, layers or blocks.
         kernels: Kernels in the artifact, each counted once.
-        artifact_bytes: Size of the artifact on disk.
+        artifact_bytes: Size of the artifact's files.
         overhead_ms: Over all processes.
         attach_ms: The part of it before the first call.
     """
@@ -112,8 +115,8 @@ class GrowthPoint:
     value: int
     kernels: int
     artifact_bytes: int
-    overhead_ms: startup.Spread
-    attach_ms: startup.Spread
+    overhead_ms: Spread
+    attach_ms: Spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +183,9 @@ def run(
     threads: int = 1,
     repeat: int = 3,
     on_build: events.OnBuildEvent = events.ignore,
-    on_event: startup.OnStartupEvent,
+    on_event: OnProcessEvent,
     out: Path | None,
+    work: Path | None = None,
 ) -> GrowthResult:
     """Build and start every configuration of the three lines.
 
@@ -194,25 +198,45 @@ def run(
         on_build: Called with every event of every build.
         on_event: Called before and after every process.
         out: Where the result's JSON goes; None = nowhere.
+        work: Where artifacts are kept, and found by a later run; None = nowhere.
 
     Raises:
         HarvestError: a configuration didn't build, or its start failed.
     """
     environment: dict[str, str] = {}
-    measured: dict[tuple[str, int, int], GrowthPoint] = {}
+    measured: dict[str, GrowthPoint] = {}
 
     def point(kind: str, value: int, first: int, second: int) -> GrowthPoint:
         # The lines by buckets and by layers cross in one configuration.
-        key = (kind, first, second)
-        if key not in measured:
-            with tempfile.TemporaryDirectory(prefix="compilekit-growth-") as name:
-                path = _write_config(Path(name), kind, first, second)
-                measured[key], found = _measure(
-                    path, threads, repeat, on_build, on_event
-                )
-                environment.update(found)
-        return dataclasses.replace(measured[key], value=value)
+        name = f"{kind}-{first}-{second}"
+        if name not in measured:
+            config = load(_write_config(folder / name, kind, first, second))
+            artifact = _built(config, folder / name / "artifact", on_build)
+            measured[name], found = _measure(
+                config, artifact, threads, repeat, on_event
+            )
+            environment.update(found)
+        return dataclasses.replace(measured[name], value=value)
 
+    with contextlib.ExitStack() as stack:
+        folder = work or Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="compilekit-growth-")
+            )
+        )
+        lines = _lines(point, buckets, layers, kernels)
+    result = GrowthResult(threads, repeat, environment, lines)
+    if out is not None:
+        write_json(out, result.as_json())
+    return result
+
+
+def _lines(
+    point: Callable[[str, int, int, int], GrowthPoint],
+    buckets: Sequence[int],
+    layers: Sequence[int],
+    kernels: Sequence[int],
+) -> tuple[GrowthLine, ...]:
     lines = []
     if buckets:
         points = tuple(point("qwen2", n, 24, n) for n in buckets)
@@ -223,10 +247,7 @@ def run(
     if kernels:
         points = tuple(point("chain", n, n, 1) for n in kernels)
         lines.append(GrowthLine("kernels", "a chain of blocks, 1 bucket", points))
-    result = GrowthResult(threads, repeat, environment, tuple(lines))
-    if out is not None:
-        startup.write_json(out, result.as_json())
-    return result
+    return tuple(lines)
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -241,6 +262,7 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def _write_config(folder: Path, kind: str, count: int, buckets: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "compilekit.toml"
     if kind == "qwen2":
         (folder / "config.json").write_text(json.dumps(_QWEN2))
@@ -253,23 +275,28 @@ def _write_config(folder: Path, kind: str, count: int, buckets: int) -> Path:
     return path
 
 
-def _measure(
-    path: Path,
-    threads: int,
-    repeat: int,
-    on_build: events.OnBuildEvent,
-    on_event: startup.OnStartupEvent,
-) -> tuple[GrowthPoint, dict[str, str]]:
+def _built(config: Config, artifact: Path, on_build: events.OnBuildEvent) -> Path:
+    """The artifact of a configuration: the one that is there, or a new one."""
     from ..compiler.build import build
 
-    config = load(path)
-    built = build(config, path.parent / "artifact", on_event=on_build)
-    if built.artifact is None:
-        reason = built.failed[0].error if built.failed else "no artifact was written"
-        raise HarvestError(f"bench growth: the build failed: {reason}")
+    if not artifact.exists():
+        built = build(config, artifact, on_event=on_build, verify=False)
+        if built.artifact is None:
+            reason = built.failed[0].error if built.failed else "nothing was written"
+            raise HarvestError(f"bench growth: the build failed: {reason}")
+    return artifact
+
+
+def _measure(
+    config: Config,
+    artifact: Path,
+    threads: int,
+    repeat: int,
+    on_event: OnProcessEvent,
+) -> tuple[GrowthPoint, dict[str, str]]:
     result = startup.run(
         config,
-        artifact=built.artifact,
+        artifact=artifact,
         rows=("compilekit",),
         repeat=repeat,
         threads=threads,
@@ -285,5 +312,7 @@ def _measure(
             f"bench growth: the start failed: {row.error}",
             hint="The end of its log:\n" + row.log,
         )
-    point = GrowthPoint(0, built.kernels, built.size_bytes, overhead, attach)
+    opened = open_artifact(artifact)
+    kernels = sum(path.startswith("kernels/") for path in opened.manifest.files)
+    point = GrowthPoint(0, kernels, opened.size_bytes, overhead, attach)
     return point, dict(result.environment)

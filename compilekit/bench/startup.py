@@ -7,7 +7,9 @@ Lifecycle of one run:
 - every (row, repetition) is one fresh process with its own cache and temporary
   directory, as in a new container; within a repetition the rows are shuffled by a seed
   that the result carries, so that a drifting machine hits no row more than another;
-- the result keeps every number, and medians are computed from them, never stored alone.
+- the result is written after every process. A run that finds the result of an earlier
+  one, of the same setting on the same machine, keeps its processes and adds what is
+  missing.
 
 A row whose process fails or takes too long stays in the result with its reason.
 """
@@ -16,24 +18,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 import random
 import shutil
-import signal
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..artifact.canonical import sha256
+from ..artifact.manifest import MANIFEST
 from ..config import Config
 from ..errors import ConfigError, ResourceError
-
-SCHEMA = 1
+from .process import (
+    OnProcessEvent,
+    Outcome,
+    ProcessEvent,
+    environment,
+    machine,
+    spawn,
+)
+from .records import (
+    Row,
+    Setting,
+    StartupResult,
+    read_result,
+    sample_from,
+    short_path,
+    write_json,
+)
 
 ROWS: Mapping[str, str] = {
     "eager": "no compile at all",
@@ -65,217 +77,6 @@ ROUTES: Mapping[str, tuple[str, ...]] = {
 }
 # Rows whose process gets an empty PATH: they claim to need no compiler.
 _WITHOUT_COMPILER = frozenset({"eager", "mega+kernels", "aoti", "compilekit", "cache"})
-# A variable left over in the caller's shell would favour one row or miss a cache.
-_DROPPED_VARIABLES = ("AOTI", "COMPILEKIT_", "CXX", "MKL_", "OMP_", "TORCH", "TRITON")
-
-
-@dataclasses.dataclass(frozen=True)
-class StartupEvent:
-    """One step of a run.
-
-    Attributes:
-        kind: ``started`` (of a preparation or a process), ``finished`` or ``failed``.
-        row: The row; ``reference`` for the eager outputs everything is held against.
-        repetition: Counted from 1; 0 for a preparation.
-        index: The process's place in the run, counted from 1.
-        count: Processes in the run.
-        seconds: Wall time of the process, for ``finished`` and ``failed``.
-        ready_ms: The measured time to all first outputs, for a finished start.
-        message: Why a process failed.
-    """
-
-    kind: str
-    row: str
-    repetition: int = 0
-    index: int = 0
-    count: int = 0
-    seconds: float = 0.0
-    ready_ms: float = 0.0
-    message: str = ""
-
-
-OnStartupEvent = Callable[[StartupEvent], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class BucketSample:
-    """One bucket in one process.
-
-    Attributes:
-        first_ms: Its first call.
-        steady_ms: The median of its later calls.
-        later_ms: Those calls, in order.
-        max_abs_diff: Largest absolute difference of the first output from eager; inf
-            when the outputs aren't comparable (count, shape, dtype, NaN).
-    """
-
-    entry: str
-    bucket: str
-    first_ms: float
-    steady_ms: float
-    max_abs_diff: float
-    later_ms: tuple[float, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """One fresh process.
-
-    Attributes:
-        repetition: Counted from 1.
-        position: The row's place within the repetition, counted from 1.
-        import_torch_ms: ``import torch``.
-        import_code_ms: The model's own code, transformers included.
-        model_ms: Construction and weights.
-        attach_ms: What the row does before its first call, its imports included.
-        attach_phases_ms: Its parts; only compilekit's receipt tells them.
-        peak_rss_bytes: The process's high-water mark right after all first calls.
-        weights_rss_bytes: Resident size right before attach.
-        maxrss_bytes: ``getrusage`` at the same moment; inherits the parent's mark.
-        spawned: Program → processes started between attach and the last first call.
-        counters: Inductor's own cache counters at the same moment.
-        compiler_modules: Compiler packages that attach and the first calls imported.
-        wall_ms: The whole process as its parent saw it, steady calls included.
-    """
-
-    repetition: int
-    position: int
-    import_torch_ms: float
-    import_code_ms: float
-    model_ms: float
-    attach_ms: float
-    attach_phases_ms: Mapping[str, float]
-    buckets: tuple[BucketSample, ...]
-    peak_rss_bytes: int
-    weights_rss_bytes: int
-    maxrss_bytes: int
-    spawned: Mapping[str, int]
-    counters: Mapping[str, int]
-    compiler_modules: tuple[str, ...]
-    wall_ms: float
-
-    @property
-    def ready_ms(self) -> float:
-        """From weights done to the first output of every bucket."""
-        return self.attach_ms + sum(bucket.first_ms for bucket in self.buckets)
-
-    @property
-    def steady_ms(self) -> float:
-        """One steady call of every bucket."""
-        return sum(bucket.steady_ms for bucket in self.buckets)
-
-    @property
-    def overhead_ms(self) -> float:
-        """What starting cost beyond the calls themselves."""
-        return self.ready_ms - self.steady_ms
-
-    @property
-    def max_abs_diff(self) -> float:
-        """Largest difference from eager over all buckets."""
-        return max((bucket.max_abs_diff for bucket in self.buckets), default=0.0)
-
-    @property
-    def processes(self) -> int:
-        """Processes started between attach and the last first call."""
-        return sum(self.spawned.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """A number over all repetitions."""
-
-    median: float
-    minimum: float
-    maximum: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Every start of one way to start.
-
-    Attributes:
-        name: A key of `ROWS`.
-        samples: The processes that succeeded, in the order they ran.
-        build_seconds: Wall time of the preparation; None for a row that ships nothing
-            and for an artifact that was given ready-made.
-        shipped_bytes: Size on disk of what the row ships.
-        error: Why the first failed process failed; empty = none did.
-        log: The end of that process's standard error.
-    """
-
-    name: str
-    samples: tuple[Sample, ...]
-    build_seconds: float | None = None
-    shipped_bytes: int = 0
-    error: str = ""
-    log: str = ""
-
-    def spread(self, number: Callable[[Sample], float]) -> Spread | None:
-        """A number's median and range over the samples; None without a sample."""
-        return spread([number(sample) for sample in self.samples])
-
-    @property
-    def ready_ms(self) -> Spread | None:
-        """See `Sample.ready_ms`."""
-        return self.spread(lambda sample: sample.ready_ms)
-
-    @property
-    def overhead_ms(self) -> Spread | None:
-        """See `Sample.overhead_ms`."""
-        return self.spread(lambda sample: sample.overhead_ms)
-
-
-@dataclasses.dataclass(frozen=True)
-class StartupResult:
-    """One run of ``bench startup``.
-
-    Attributes:
-        config: The configuration's folder and file; results are published, and a whole
-            path says more about the machine than about the measurement.
-        model: The model's source.
-        buckets: ``entry/bucket`` in the order they were called.
-        seed: Seed of the order of rows; give it again for the same order.
-        threads: Intra-op threads in every process.
-        repeat: Processes per row.
-        calls: Steady calls per bucket and process.
-        environment: Versions, processor and compiler.
-        started_rows: Rows of every repetition, in the order they ran.
-    """
-
-    config: str
-    model: str
-    buckets: tuple[str, ...]
-    seed: int
-    threads: int
-    repeat: int
-    calls: int
-    environment: Mapping[str, str]
-    started_rows: tuple[tuple[str, ...], ...]
-    rows: tuple[Row, ...]
-
-    def row(self, name: str) -> Row:
-        """The row of that name.
-
-        Raises:
-            ConfigError: it wasn't part of the run.
-        """
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise ConfigError(f"this run has no row {name!r}")
-
-    def as_json(self) -> dict[str, Any]:
-        """Medians with ranges and every raw number, as plain JSON values."""
-        data = dataclasses.asdict(self)
-        data["rows"] = [_row_json(row) for row in self.rows]
-        return {"schema": SCHEMA, **data}
-
-
-def spread(numbers: Sequence[float]) -> Spread | None:
-    """Median and range; None of nothing."""
-    if not numbers:
-        return None
-    return Spread(statistics.median(numbers), min(numbers), max(numbers))
 
 
 def run(
@@ -286,7 +87,7 @@ def run(
     repeat: int,
     threads: int,
     weights: str,
-    on_event: OnStartupEvent,
+    on_event: OnProcessEvent,
     out: Path | None,
     calls: int = 10,
     seed: int | None = None,
@@ -302,20 +103,31 @@ def run(
         threads: Intra-op threads, the same in every process.
         weights: Directory of real weights; empty = random ones, the same everywhere.
         on_event: Called before and after every process.
-        out: Where the result's JSON goes; None = nowhere.
+        out: Where the result's JSON goes, after every process; None = nowhere. What a
+            run of the same setting has left there is kept, and added to.
         calls: Steady calls per bucket and process.
-        seed: Seed of the order of rows; None draws one.
+        seed: Seed of the order of rows; None takes that of `out`, or draws one.
         timeout_seconds: Limit for one process; a slower one is a failed row.
 
     Raises:
-        ConfigError: an unknown row, or a number that must be positive isn't.
+        ConfigError: an unknown row, or a number that must be positive isn't; or `out`
+            holds something else, or what another setting or machine gave.
         ResourceError: eager itself failed, so there is nothing to compare with.
     """
     _check_arguments(rows, repeat, threads, calls)
-    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    orders = _orders(rows, repeat, seed)
-    preparations = _preparations(rows, artifact)
-    count = 1 + len(preparations) + len(rows) * repeat
+    setting = _setting(config, artifact, weights, threads, calls)
+    result = _planned(setting, rows, repeat, seed, out)
+    todo = [
+        (repetition, row)
+        for repetition, order in enumerate(_orders(rows, repeat, result.seed), start=1)
+        for row in order
+        if not result.row(row).has(repetition)
+    ]
+    if kept := sum(len(row.samples) for row in result.rows):
+        on_event(ProcessEvent("kept", message=f"{kept} processes of {out}"))
+    if not todo:
+        return result
+    preparations = _preparations([row for _, row in todo], artifact)
     with tempfile.TemporaryDirectory(prefix="compilekit-bench-") as name:
         bench = _Bench(
             config=config,
@@ -326,76 +138,158 @@ def run(
             calls=calls,
             timeout_seconds=timeout_seconds,
         )
-        narrate = _Narrator(on_event, count)
-        reference = narrate(bench, "reference", "reference", 0)
+        narrate = _Narrator(on_event, 1 + len(preparations) + len(todo))
+        reference = narrate(bench, "reference", "reference")
         if reference.error:
             raise ResourceError(
                 "bench startup: the eager reference failed: " + reference.error,
                 hint="The end of its log:\n" + reference.log,
             )
+        result = _placed(result, reference, out)
         prepared = {
-            what: narrate(bench, "prepare", what, 0, label=row)
+            what: narrate(bench, "prepare", what, label=row)
             for what, row in preparations.items()
         }
-        measured: dict[str, list[_Outcome]] = {row: [] for row in rows}
-        for repetition, order in enumerate(orders, start=1):
-            for position, row in enumerate(order, start=1):
-                failed = prepared.get(_SHIPS.get(row, ""))
-                if failed is not None and failed.error:
-                    narrate.skip()
-                    continue
-                outcome = narrate(bench, "measure", row, repetition, position=position)
-                measured[row].append(outcome)
-        result = StartupResult(
-            config=short_path(config),
-            model=config.model.source,
-            buckets=tuple(reference.data["buckets"]),
-            seed=seed,
-            threads=threads,
-            repeat=repeat,
-            calls=calls,
-            environment=reference.data["environment"] | machine(),
-            started_rows=orders,
-            rows=tuple(
-                _row(bench, row, prepared.get(_SHIPS.get(row, "")), measured[row])
-                for row in rows
-            ),
-        )
-    if out is not None:
-        write_json(out, result.as_json())
+        for row in dict.fromkeys(row for _, row in todo):
+            made = prepared.get(_SHIPS.get(row, ""))
+            result = result.with_row(_shipping(bench, result.row(row), made))
+        for repetition, row in todo:
+            made = prepared.get(_SHIPS.get(row, ""))
+            if made is not None and made.error:
+                narrate.skip()
+            else:
+                outcome = narrate(bench, "measure", row, repetition)
+                result = _measured(result, row, repetition, outcome)
+            if out is not None:
+                write_json(out, result.as_json())
     return result
 
 
-def short_path(config: Config) -> str:
-    """The configuration's folder and file name."""
-    return "/".join(config.path.resolve().parts[-2:])
+def _setting(
+    config: Config, artifact: Path | None, weights: str, threads: int, calls: int
+) -> Setting:
+    return Setting(
+        config=short_path(config),
+        config_sha256=sha256(config.path.read_bytes()),
+        model=config.model.source,
+        weights="real" if weights else "random",
+        artifact=_artifact_digest(artifact),
+        threads=threads,
+        calls=calls,
+    )
 
 
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a result by rename, so that an interrupted run leaves no half file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(json_safe(data), indent=1) + "\n")
-    os.replace(partial, path)
+def _artifact_digest(artifact: Path | None) -> str:
+    """What an artifact says its digest is; its rows open it and hold it to that."""
+    if artifact is None:
+        return ""
+    try:
+        return str(json.loads((artifact / MANIFEST).read_bytes())["digest"])
+    except (OSError, ValueError, TypeError, KeyError):
+        # Its row fails, and says what is wrong with it.
+        return ""
 
 
-def json_safe(value: Any) -> Any:
-    """Infinity and NaN as strings: JSON has no numbers for them."""
-    from ..results import to_json
+def _planned(
+    setting: Setting,
+    rows: tuple[str, ...],
+    repeat: int,
+    seed: int | None,
+    out: Path | None,
+) -> StartupResult:
+    """What is there already, with a place for every row that is to be measured."""
+    if out is None or not out.exists():
+        return StartupResult(
+            setting=setting,
+            buckets=(),
+            seed=random.SystemRandom().randrange(10**6) if seed is None else seed,
+            repeat=repeat,
+            environment={},
+            started_rows=((),) * repeat,
+            rows=tuple(Row(row) for row in rows),
+        )
+    found = read_result(out)
+    wanted = {**vars(setting), "seed": found.seed if seed is None else seed}
+    _same_as_before(out, {**vars(found.setting), "seed": found.seed}, wanted)
+    repeat = max(repeat, found.repeat)
+    added = tuple(Row(row) for row in rows if row not in [r.name for r in found.rows])
+    return dataclasses.replace(
+        found,
+        repeat=repeat,
+        started_rows=found.started_rows + ((),) * (repeat - found.repeat),
+        rows=found.rows + added,
+    )
 
-    return to_json(value)
+
+def _placed(
+    result: StartupResult, reference: Outcome, out: Path | None
+) -> StartupResult:
+    """The result of a run that begins now, on this machine."""
+    here = {
+        "buckets": tuple(reference.data["buckets"]),
+        "environment": reference.data["environment"] | machine(),
+    }
+    if not result.buckets:
+        return dataclasses.replace(result, **here)
+    before = {"buckets": result.buckets, "environment": result.environment}
+    _same_as_before(out, before, here)
+    return dataclasses.replace(result, runs=result.runs + 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Outcome:
-    """What one child process gave: its JSON line, or why there is none."""
+def _same_as_before(
+    out: Path | None, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    different = [
+        f"{name}: expected {before[name]}, found {now[name]}"
+        for name in before
+        if before[name] != now[name]
+    ]
+    if different:
+        raise ConfigError(
+            f"bench startup can't add to {out}: {'; '.join(different)}",
+            hint="Give --out another file, or move this one away.",
+        )
 
-    data: Mapping[str, Any]
-    seconds: float
-    error: str = ""
-    log: str = ""
-    repetition: int = 0
-    position: int = 0
+
+def _shipping(bench: _Bench, row: Row, made: Outcome | None) -> Row:
+    """A row before its first process: what it ships, and nothing failed yet."""
+    if row.name not in _SHIPS:
+        return dataclasses.replace(row, error="", log="")
+    if made is None:
+        return dataclasses.replace(
+            row, error="", log="", shipped_bytes=_size_bytes(bench.shipped(row.name))
+        )
+    return dataclasses.replace(
+        row,
+        build_seconds=made.data.get("seconds", made.seconds),
+        shipped_bytes=_size_bytes(bench.shipped(row.name)),
+        error=made.error,
+        log=made.log,
+    )
+
+
+def _measured(
+    result: StartupResult, name: str, repetition: int, outcome: Outcome
+) -> StartupResult:
+    """The result with one more process."""
+    started = list(result.started_rows)
+    started[repetition - 1] += (name,)
+    row = result.row(name)
+    if outcome.error:
+        failed = row.error or outcome.error, row.log or outcome.log
+        row = dataclasses.replace(row, error=failed[0], log=failed[1])
+    else:
+        sample = sample_from(
+            {
+                **{key: outcome.data[key] for key in outcome.data if key != "ready_ms"},
+                "repetition": repetition,
+                "position": len(started[repetition - 1]),
+                "wall_ms": outcome.seconds * 1e3,
+                "run": result.runs,
+            }
+        )
+        row = dataclasses.replace(row, samples=(*row.samples, sample))
+    return dataclasses.replace(result.with_row(row), started_rows=tuple(started))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,7 +314,7 @@ class _Bench:
 class _Narrator:
     """Runs child processes one by one and reports each."""
 
-    def __init__(self, on_event: OnStartupEvent, count: int) -> None:
+    def __init__(self, on_event: OnProcessEvent, count: int) -> None:
         self._on_event = on_event
         self._count = count
         self._index = 0
@@ -434,32 +328,29 @@ class _Narrator:
         bench: _Bench,
         task: str,
         what: str,
-        repetition: int,
+        repetition: int = 0,
         *,
-        position: int = 0,
         label: str = "",
-    ) -> _Outcome:
+    ) -> Outcome:
         self._index += 1
-        event = StartupEvent(
+        event = ProcessEvent(
             "started", label or what, repetition, self._index, self._count
         )
         self._on_event(event)
         outcome = _run_child(bench, task, what)
-        outcome = dataclasses.replace(outcome, repetition=repetition, position=position)
-        ready = outcome.data.get("ready_ms", 0.0)
         self._on_event(
             dataclasses.replace(
                 event,
                 kind="failed" if outcome.error else "finished",
                 seconds=outcome.seconds,
-                ready_ms=ready,
+                ready_ms=outcome.data.get("ready_ms", 0.0),
                 message=outcome.error,
             )
         )
         return outcome
 
 
-def _run_child(bench: _Bench, task: str, what: str) -> _Outcome:
+def _run_child(bench: _Bench, task: str, what: str) -> Outcome:
     """One child process in an empty working directory of its own."""
     with tempfile.TemporaryDirectory(dir=bench.store, prefix="process-") as name:
         work = Path(name)
@@ -494,144 +385,6 @@ def _device(config: Config) -> str:
     return load_target(config.build.targets[0]).kind
 
 
-def environment(
-    threads: int, work: Path, cache: Path, *, compiler: bool
-) -> dict[str, str]:
-    """The variables of a child: nothing of the caller's that steers torch."""
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(_DROPPED_VARIABLES)
-    }
-    for folder in ("tmp", "empty"):
-        (work / folder).mkdir()
-    cache.mkdir(exist_ok=True)
-    variables["OMP_NUM_THREADS"] = str(threads)
-    # Inductor keeps precompiled headers under TMPDIR and AOTInductor unpacks there.
-    variables["TMPDIR"] = str(work / "tmp")
-    variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    root = str(Path(__file__).parents[2])
-    paths = [root, *filter(None, [variables.get("PYTHONPATH")])]
-    variables["PYTHONPATH"] = os.pathsep.join(paths)
-    if not compiler:
-        variables["PATH"] = str(work / "empty")
-    return variables
-
-
-def spawn(
-    module: str,
-    spec: Mapping[str, Any],
-    variables: Mapping[str, str],
-    timeout_seconds: float,
-) -> _Outcome:
-    """Run ``python -m module`` with a JSON spec on stdin and read its JSON line."""
-    started = time.perf_counter()
-    output, timed_out = b"", False
-    command = [sys.executable, "-m", module]
-    with (
-        tempfile.TemporaryFile() as log,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=dict(variables),
-            start_new_session=True,
-        ) as child,
-    ):
-        try:
-            output, _ = child.communicate(json.dumps(spec).encode(), timeout_seconds)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            # Its compile workers too: the child leads a process group of its own.
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        seconds = time.perf_counter() - started
-        log.seek(0)
-        text = log.read().decode(errors="replace")
-    tail = "\n".join(text.splitlines()[-60:])
-    if timed_out:
-        message = f"no result within {timeout_seconds:g} s"
-        return _Outcome({}, seconds, message, tail)
-    if child.returncode != 0:
-        return _Outcome({}, seconds, _reason(text, child.returncode), tail)
-    return _Outcome(json.loads(output), seconds)
-
-
-def _reason(text: str, returncode: int) -> str:
-    """Why a child failed: its signal, its exception or its last line."""
-    if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}"
-    lines = [line for line in text.splitlines() if line.strip()]
-    traceback = "Traceback (most recent call last):"
-    if traceback in lines:
-        last = len(lines) - lines[::-1].index(traceback)
-        # A message may have more lines after its first, which names the exception.
-        for line in lines[last:]:
-            if not line.startswith(" "):
-                return line
-    if lines:
-        return lines[-1].strip()
-    return f"exit code {returncode}, nothing on stderr"
-
-
-def _row(
-    bench: _Bench, row: str, prepared: _Outcome | None, outcomes: list[_Outcome]
-) -> Row:
-    failed = [o for o in (prepared, *outcomes) if o is not None and o.error]
-    samples = tuple(_sample(o) for o in outcomes if not o.error)
-    return Row(
-        name=row,
-        samples=samples,
-        build_seconds=(
-            prepared.data.get("seconds", prepared.seconds) if prepared else None
-        ),
-        shipped_bytes=_size_bytes(bench.shipped(row)) if row in _SHIPS else 0,
-        error=failed[0].error if failed else "",
-        log=failed[0].log if failed else "",
-    )
-
-
-def _sample(outcome: _Outcome) -> Sample:
-    fields = dict(outcome.data)
-    fields.pop("ready_ms")
-    fields["buckets"] = tuple(
-        BucketSample(**{**b, "max_abs_diff": float(b["max_abs_diff"])})
-        for b in fields["buckets"]
-    )
-    fields["compiler_modules"] = tuple(fields["compiler_modules"])
-    return Sample(
-        repetition=outcome.repetition,
-        position=outcome.position,
-        wall_ms=outcome.seconds * 1e3,
-        **fields,
-    )
-
-
-def _row_json(row: Row) -> dict[str, Any]:
-    numbers: dict[str, Callable[[Sample], float]] = {
-        "ready_ms": lambda s: s.ready_ms,
-        "overhead_ms": lambda s: s.overhead_ms,
-        "steady_ms": lambda s: s.steady_ms,
-        "attach_ms": lambda s: s.attach_ms,
-        "import_torch_ms": lambda s: s.import_torch_ms,
-        "import_code_ms": lambda s: s.import_code_ms,
-        "model_ms": lambda s: s.model_ms,
-        "peak_rss_bytes": lambda s: s.peak_rss_bytes,
-        "processes": lambda s: s.processes,
-        "max_abs_diff": lambda s: s.max_abs_diff,
-    }
-    data = dataclasses.asdict(row)
-    spreads = {name: row.spread(number) for name, number in numbers.items()}
-    data["over_repetitions"] = {
-        name: dataclasses.asdict(value) if value else None
-        for name, value in spreads.items()
-    }
-    return data
-
-
 def _check_arguments(
     rows: tuple[str, ...], repeat: int, threads: int, calls: int
 ) -> None:
@@ -654,7 +407,7 @@ def _orders(
     return tuple(tuple(source.sample(rows, len(rows))) for _ in range(repeat))
 
 
-def _preparations(rows: tuple[str, ...], artifact: Path | None) -> dict[str, str]:
+def _preparations(rows: Sequence[str], artifact: Path | None) -> dict[str, str]:
     """What must be made first → the first row that asks for it."""
     needed: dict[str, str] = {}
     for row in rows:
@@ -667,22 +420,3 @@ def _preparations(rows: tuple[str, ...], artifact: Path | None) -> dict[str, str
 
 def _size_bytes(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-
-
-def machine() -> dict[str, str]:
-    """Processor and compiler, as a reader of the numbers needs them."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.split(":", 1)[1].strip()
-                break
-    compiler = shutil.which("g++")
-    version = "none"
-    if compiler:
-        shown = subprocess.run(
-            [compiler, "--version"], capture_output=True, check=False
-        ).stdout.decode(errors="replace")
-        version = shown.splitlines()[0] if shown else "unknown"
-    return {"cpu": model, "cpus": str(os.cpu_count()), "compiler": version}

@@ -21,7 +21,8 @@ from typing import Any
 
 from ..config import Config
 from ..errors import ConfigError, ResourceError
-from . import startup
+from .process import OnProcessEvent, ProcessEvent, environment, machine, spawn
+from .records import short_path, write_json
 
 SCHEMA = 1
 
@@ -129,10 +130,12 @@ def run(
     artifact: Path,
     threads: int,
     weights: str,
-    on_event: startup.OnStartupEvent,
+    on_event: OnProcessEvent,
     out: Path | None,
     processes: int = 3,
     pairs: int = 200,
+    buckets: tuple[str, ...] = (),
+    work: Path | None = None,
     timeout_seconds: float = 1800.0,
 ) -> SteadyResult:
     """Compare an artifact with ``torch.compile``, call by call.
@@ -146,6 +149,9 @@ def run(
         out: Where the result's JSON goes; None = nowhere.
         processes: Fresh processes.
         pairs: Pairs of calls per bucket and process.
+        buckets: Names of the buckets to measure; empty = all.
+        work: Where ``torch.compile``'s cache is kept, and found by a later run; None =
+            nowhere.
         timeout_seconds: Limit for one process.
 
     Raises:
@@ -158,22 +164,24 @@ def run(
     found: list[Mapping[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="compilekit-bench-") as name:
         # One cache for all processes: only the first one compiles.
-        cache = Path(name) / "cache"
+        cache = (work or Path(name)) / "cache"
+        cache.mkdir(parents=True, exist_ok=True)
         spec = {
             "config": str(config.path),
             "artifact": str(artifact),
             "weights": weights,
             "threads": threads,
             "pairs": pairs,
+            "buckets": buckets,
         }
         for index in range(1, processes + 1):
-            event = startup.StartupEvent("started", "steady", index, index, processes)
+            event = ProcessEvent("started", "steady", index, index, processes)
             on_event(event)
-            with tempfile.TemporaryDirectory(dir=name) as work:
-                outcome = startup.spawn(
+            with tempfile.TemporaryDirectory(dir=name) as scratch:
+                outcome = spawn(
                     "compilekit.bench._steady_child",
                     spec,
-                    startup.environment(threads, Path(work), cache, compiler=True),
+                    environment(threads, Path(scratch), cache, compiler=True),
                     timeout_seconds,
                 )
             on_event(
@@ -191,16 +199,16 @@ def run(
                 )
             found.append(outcome.data)
     result = SteadyResult(
-        config=startup.short_path(config),
+        config=short_path(config),
         model=config.model.source,
         threads=threads,
         processes=processes,
         pairs=pairs,
-        environment=found[0]["environment"] | startup.machine(),
+        environment=found[0]["environment"] | machine(),
         buckets=_by_bucket([_samples(data) for data in found]),
     )
     if out is not None:
-        startup.write_json(out, result.as_json())
+        write_json(out, result.as_json())
     return result
 
 

@@ -22,12 +22,12 @@ def startup_tables(data: Mapping[str, Any]) -> str:
     """One table by row, one by row and bucket, and what they were measured on."""
     return "\n\n".join(
         (
-            _table(_COLUMNS, [_startup_row(row) for row in data["rows"]]),
+            _table(_COLUMNS, [_startup_row(row, data) for row in data["rows"]]),
             _bucket_table(data),
             f"{data['config']}, {_count(len(data['buckets']), 'bucket')},"
             f" {_count(data['threads'], 'thread')},"
-            f" {_count(data['repeat'], 'process')} per row, seed {data['seed']}."
-            f" {_environment(data)}",
+            f" {_count(data['repeat'], 'process')} per row{_runs(data)},"
+            f" seed {data['seed']}. {_environment(data)}",
         )
     )
 
@@ -54,13 +54,16 @@ def steady_table(data: Mapping[str, Any]) -> str:
     return f"{_table(columns, rows)}\n\n{note}"
 
 
-def _startup_row(row: Mapping[str, Any]) -> Sequence[str]:
+def _startup_row(row: Mapping[str, Any], data: Mapping[str, Any]) -> Sequence[str]:
     spreads = row["over_repetitions"]
     if spreads["ready_ms"] is None:
-        return (row["name"], "failed: " + row["error"], *[""] * (len(_COLUMNS) - 2))
+        why = "failed: " + row["error"] if row["error"] else "not measured yet"
+        return (row["name"], why, *[""] * (len(_COLUMNS) - 2))
     build = row["build_seconds"]
+    done = len(row["samples"])
+    partly = f" ({done} of {data['repeat']})" if done < data["repeat"] else ""
     return (
-        row["name"],
+        row["name"] + partly,
         _spread(spreads["ready_ms"]),
         _spread(spreads["overhead_ms"]),
         _ms(spreads["attach_ms"]["median"]),
@@ -68,6 +71,12 @@ def _startup_row(row: Mapping[str, Any]) -> Sequence[str]:
         _megabytes(row["shipped_bytes"]) if row["shipped_bytes"] else "–",
         f"{build:.0f} s" if build is not None else "–",
     )
+
+
+def _runs(data: Mapping[str, Any]) -> str:
+    """Rows of different runs weren't interleaved; a reader should know."""
+    runs = data.get("runs", 1)
+    return "" if runs == 1 else f" from {runs} runs"
 
 
 def _bucket_table(data: Mapping[str, Any]) -> str:

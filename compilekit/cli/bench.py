@@ -32,7 +32,7 @@ from compilekit.console import (
 from compilekit.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
-    from compilekit.bench.startup import Row, Sample, StartupResult
+    from compilekit.bench.records import Row, Sample, StartupResult
 
 # The rows of the table by bucket, in this order; the other tables have all of them.
 _BY_BUCKET = ("compilekit", "cache", "cold", "eager")
@@ -98,7 +98,8 @@ _ROUTES = {"compilekit": "program", "cache": "cache", "cold": "jit", "eager": "e
     "--out",
     type=PATH,
     metavar="FILE",
-    help="Write every raw number there as JSON.",
+    help="Write every raw number there as JSON, after each process; what an earlier run"
+    " of the same setting left there is kept and added to.",
 )
 @click.pass_obj
 def startup(
@@ -154,14 +155,18 @@ def startup(
 
 def report(result: StartupResult, out: Path | None = None) -> Report:
     """Medians by row and by bucket; the raw numbers are in the JSON."""
-    threads = "1 thread" if result.threads == 1 else f"{result.threads} threads"
+    threads = (
+        "1 thread"
+        if result.setting.threads == 1
+        else f"{result.setting.threads} threads"
+    )
     blocks: list[Block] = [
         Table(
             "start",
             ("row", "imports", "weights", "attach", "first calls", "ready", "overhead"),
             [times(row) for row in result.rows],
             note=(
-                f"{result.model}: medians of {result.repeat} fresh processes,"
+                f"{result.setting.model}: medians of {result.repeat} fresh processes,"
                 f" {threads}; overhead = ready - one steady call of each bucket"
             ),
         ),

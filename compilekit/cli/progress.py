@@ -20,7 +20,7 @@ from compilekit.events import STAGES, BuildEvent, VerifyEvent
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from compilekit.bench.startup import StartupEvent
+    from compilekit.bench.process import ProcessEvent
 
 E = TypeVar("E")
 
@@ -223,32 +223,36 @@ class VerifyProgress(Progress[VerifyEvent]):
         return f"{subject} passed {_difference(event)}"
 
 
-class BenchProgress(Progress["StartupEvent"]):
+class BenchProgress(Progress["ProcessEvent"]):
     """``bench startup``: one line per process."""
 
-    def take(self, event: StartupEvent) -> None:
+    def take(self, event: ProcessEvent) -> None:
         """Update the picture."""
         self.total = event.count
-        if event.kind == "started":
+        if event.kind == "kept":
+            self.done.append(self.tell(event))
+        elif event.kind == "started":
             self.doing(event.row, self._what(event))
         elif event.kind == "failed":
             self.fail(event.row, f"✗ {self.tell(event)}")
         else:
             self.finish(event.row, f"✓ {event.row:<16} {self._outcome(event)}")
 
-    def tell(self, event: StartupEvent) -> str:
+    def tell(self, event: ProcessEvent) -> str:
         """A line for a log."""
         subject = f"process {event.index}/{event.count} {event.row}"
+        if event.kind == "kept":
+            return f"kept {event.message}"
         if event.kind == "started":
             return ""
         if event.kind == "failed":
             return f"{subject} failed {event.seconds:.1f}s {first_line(event.message)}"
         return f"{subject} {self._outcome(event)}"
 
-    def _what(self, event: StartupEvent) -> str:
+    def _what(self, event: ProcessEvent) -> str:
         return f"start {event.repetition}" if event.repetition else "prepare"
 
-    def _outcome(self, event: StartupEvent) -> str:
+    def _outcome(self, event: ProcessEvent) -> str:
         if not event.repetition:
             return f"prepared {event.seconds:.1f}s"
         return f"ready {event.ready_ms:.0f}ms ({event.seconds:.1f}s in all)"
