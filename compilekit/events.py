@@ -114,24 +114,6 @@ OnBuildEvent = Callable[[BuildEvent], None]
 OnVerifyEvent = Callable[[VerifyEvent], None]
 
 
-def bucket_result(event: BuildEvent) -> BucketResult:
-    """What a ``finished`` or ``failed`` event says about its bucket."""
-    return BucketResult(
-        target=event.target,
-        entry=event.entry,
-        bucket=event.bucket,
-        status="failed" if event.kind == "failed" else "built",
-        kernels=event.kernels,
-        seconds=event.seconds,
-        size_bytes=event.size_bytes,
-        error=event.message if event.kind == "failed" else "",
-        error_type=event.error_type,
-        log=event.log,
-        attention=event.attention,
-        warning=event.warning,
-    )
-
-
 def ignore(event: Event) -> None:
     """The ``on_event`` of a caller that wants no progress."""
 

@@ -176,7 +176,9 @@ def compiled(
     target = load_target("cpu-x86_64-v3")
     programs: list[Program] = []
     for bucket in plan.buckets(config, "forward"):
-        made = compile_bucket(model, config, entry, bucket, target, lambda *stage: None)
+        made = compile_bucket(
+            model, config, entry, bucket, target, lambda *stage: None, {}
+        )
         check_cuts(model, config, entry, made.program, programs)
         programs.append(made.program)
 
