@@ -244,3 +244,18 @@ def test_metrics_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ResourceError) as caught:
         receipt().write()
     assert "COMPILEKIT_METRICS" in caught.value.hint
+
+
+def test_a_full_disk_leaves_nothing_beside_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun under another name is removed."""
+    monkeypatch.setenv("COMPILEKIT_METRICS", str(tmp_path / "x.prom"))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        receipt().write()
+    assert list(tmp_path.iterdir()) == []

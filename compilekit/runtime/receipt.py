@@ -194,6 +194,8 @@ def _replace(file: str, text: str, variable: str) -> None:
             stream.write(text)
         os.replace(staging, file)
     except OSError as exc:
+        if os.path.exists(staging):
+            os.unlink(staging)
         raise ResourceError(
             f"the receipt can't be written to {file}: {exc.strerror}",
             hint=f"Set {variable} to a writable place, or unset it.",
