@@ -7,6 +7,7 @@ every import that a start pays for is part of what is measured.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -252,7 +253,8 @@ def _prepare_caches(loaded: Loaded, store: Path) -> None:
     from .._torch.caches import kernels
     from ..errors import CaptureError
 
-    kernels.record(store / "mega+kernels" / "kernels")
+    # Never undone: the process ends with what it prepares or measures.
+    kernels.record(contextlib.ExitStack(), store / "mega+kernels" / "kernels")
     with torch.no_grad():
         functions = start("cold", loaded, store)
         for call, function in zip(loaded.calls, functions, strict=True):
@@ -400,7 +402,7 @@ def start(
             from .._torch.caches import kernels
 
             known = {path.stem: path for path in (shipped / "kernels").iterdir()}
-            kernels.serve(known, on_build=lambda key: None)
+            kernels.serve(contextlib.ExitStack(), known, on_build=lambda key: None)
         torch.compiler.load_cache_artifacts((shipped / "bundle.bin").read_bytes())
     entries = {call.entry: compiled(loaded, call) for call in loaded.calls}
     return [entries[call.entry] for call in loaded.calls]
