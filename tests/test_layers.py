@@ -68,6 +68,8 @@ PACKAGES = {
         *("torch", "safetensors", "transformers", "triton"),
         # The extra `attest`: statements are protocol buffers, links purls.
         *("cyclonedx", "packageurl", "in_toto_attestation", "google"),
+        # The extra `report`: the plot of a throughput.
+        "matplotlib",
     },
     COMMAND_LINE: {"click", "rich"},
 }
