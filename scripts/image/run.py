@@ -153,7 +153,8 @@ def run(stage: Stage, command: str, share: list[Path]) -> None:
     network = {
         name: value
         for name, value in os.environ.items()
-        if name.lower().endswith("_proxy") or name.startswith(("PIP_", "SSL_"))
+        if name.lower().endswith(("_proxy", "_ca_bundle"))
+        or name.startswith(("PIP_", "SSL_"))
     }
     script = "\n".join(["set -e", *mounts, enter])
     done = subprocess.run(
