@@ -56,6 +56,14 @@ def _described(x, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK
     there.store([at], where.load([at]) + 1)
 
+class Kinds(nn.Module):
+    """Independent work of several shapes, long reductions and a transposed read."""
+
+    def forward(self, x):
+        y = x.float()
+        long = torch.cat([y] * 256, -1)
+        return [y.relu() + 1, y[..., :64].sin(), long.sum(-1), y.transpose(1, 2) + 2]
+
 class Descriptors(nn.Module):
     """A kernel of the user's that makes TMA descriptors in scratch memory."""
 
@@ -74,6 +82,8 @@ s = [16, 64]
 [entries.forward.inputs.x]
 shape = [1, "s", 256]
 dtype = "bfloat16"
+[compile]
+options = {{ {options} }}
 [gates]
 math_attention = "{gate}"
 [build]
@@ -188,8 +198,40 @@ def test_a_kernel_that_only_triton_can_launch_is_named(tmp_path: Path) -> None:
     code, result = build(tmp_path, "Descriptors", "nvidia-h200")
     assert code == 3
     error = result["buckets"][0]["error"]
-    assert "kernel _described" in error
-    assert "can't be launched without Triton" in error
+    assert "kernel _described can't be launched without Triton" in error
+    assert "Global scratch not yet supported" in error
+
+
+@pytest.mark.parametrize("option", ["combo_kernels", "triton.use_block_ptr"])
+def test_a_kind_of_kernel_is_carried(tmp_path: Path, option: str) -> None:
+    """What the option makes Inductor write is launched like any other kernel."""
+    out = tmp_path / "artifact"
+    code, result = build(tmp_path, "Kinds", "nvidia-h200", options=f'"{option}" = true')
+    assert code == 0, result
+    word = {"combo_kernels": b"combo_grid_meta", "triton.use_block_ptr": b"block_ptr"}
+    sources = [path.read_bytes() for path in (out / "sources").iterdir()]
+    assert any(word[option] in source for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("triton.force_cooperative_reductions", "does not support launch attributes"),
+        ("triton.enable_pdl", "does not support launch attributes"),
+        ("triton.use_tensor_descriptor", "Global scratch not yet supported"),
+        ("triton.multi_kernel", "multi_kernel_0"),
+    ],
+)
+def test_a_kind_of_kernel_is_refused(tmp_path: Path, option: str, why: str) -> None:
+    """The bucket fails with the kernel's name and what can't be passed to it."""
+    value = "1" if option == "triton.multi_kernel" else "true"
+    options = f'"{option}" = {value}'
+    if option == "triton.use_tensor_descriptor":
+        options += ", assume_aligned_inputs = true"
+    code, result = build(tmp_path, "Kinds", "nvidia-h200", options=options)
+    assert code == 3, result
+    assert why in result["buckets"][0]["error"]
+    assert "kernel" in result["buckets"][0]["error"]
 
 
 def test_same_bytes_again(artifact: Artifact, tmp_path: Path) -> None:

@@ -105,3 +105,30 @@ def test_a_preflight_for_a_cpu_imports_no_torch(line: list[str]) -> None:
     )
     # The golden artifact is for one Python and one torch.
     assert "code 0" in done.stdout or "code 6" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_build_leaves_torch_to_its_workers(tmp_path: Path) -> None:
+    """The process that plans and packs would spend seconds on importing it."""
+    (tmp_path / "toy.py").write_text("from torch.nn import GELU as make\n")
+    config = tmp_path / "compilekit.toml"
+    config.write_text(
+        '[model]\nsource = "toy:make"\ndtype = "float32"\n[axes]\nb = [2]\n'
+        '[entries.forward.inputs.input]\nshape = ["b", 8]\ndtype = "float32"\n'
+        '[build]\ntargets = ["cpu-x86_64-v3"]\n'
+    )
+    program = (
+        "import sys\n"
+        "from compilekit.cli import run\n"
+        "code = run(sys.argv[1:])\n"
+        "print('code', code, 'torch' in sys.modules)\n"
+    )
+    out = str(tmp_path / "artifact")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        [*command, "build", str(config), "-o", out, "--no-verify"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith("code 0 False\n"), done.stdout + done.stderr

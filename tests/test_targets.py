@@ -70,7 +70,7 @@ GPUS = tuple(name for name in list_targets() if name.startswith("nvidia-"))
 @pytest.mark.parametrize("name", GPUS)
 def test_gpu_description(name: str) -> None:
     """A GPU's description answers everything that the emulation is asked, marked."""
-    from compilekit._torch.emulation import REQUIRED
+    from compilekit._torch.emulation.stubs import REQUIRED
 
     target = load_target(name)
     assert (target.name, target.kind) == (name, "cuda")

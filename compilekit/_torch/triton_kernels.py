@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,27 +51,39 @@ class TritonKernel:
     tuned: bool
 
 
+class NotStaticError(Exception):
+    """A kernel needs Triton's own launcher; the message says why."""
+
+
 @contextlib.contextmanager
 def kept_triton_kernels(
     into: dict[str, Any], tuned: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[None]:
-    """Keep every Triton kernel's autotuner by the name output code gives it.
+    """Keep every Triton kernel by the name output code gives it, for `kernel_facts`.
 
     Only one config is compiled: the tuned one, or else the first that fits; nothing
-    here could choose another.
+    here could choose another, nor the smaller one that Inductor would add for a kernel
+    with many registers. A kernel that torch's static launcher can't launch is kept as
+    the `NotStaticError` that says why.
 
     Args:
         into: Name in output code → autotuner.
         tuned: Digest of a kernel's source → its config.
 
     Source: torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.precompile
+    and _dynamic_scale_rblock, StaticTritonCompileResult.can_statically_launch
     (2.11, 2.13).
     """
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.runtime.triton_heuristics import (
+        CachingAutotuner,
+        CannotStaticallyLaunchKernel,
+    )
 
     original = CachingAutotuner.precompile
 
     def keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        name = self.inductor_meta["kernel_name"]
+        into[name] = self
         configs = list(self.configs or ())
         if configs:
             self.compilekit_candidates = len(configs)
@@ -82,16 +95,20 @@ def kept_triton_kernels(
             self.configs, self.compile_results, self.launchers = [config], [], []
             try:
                 original(self, *args, **kwargs)
-                break
+                return
+            except CannotStaticallyLaunchKernel as exc:
+                into[name] = NotStaticError(str(exc))
+                return
             except RuntimeError:
                 # It needs more than the device has: the next one, as on the device.
                 if number == len(configs):
                     raise
-        else:
-            original(self, *args, **kwargs)
-        into[self.inductor_meta["kernel_name"]] = self
+        original(self, *args, **kwargs)
 
-    with mock.patch.object(CachingAutotuner, "precompile", keep):
+    with (
+        mock.patch.object(CachingAutotuner, "precompile", keep),
+        mock.patch.object(CachingAutotuner, "_dynamic_scale_rblock"),
+    ):
         yield
 
 
@@ -116,33 +133,25 @@ def config_values(config: Any) -> dict[str, Any]:
     }
 
 
-class NotStaticError(Exception):
-    """A kernel needs Triton's own launcher; the message says why."""
-
-
-def kernel_facts(autotuner: Any) -> TritonKernel:
+def kernel_facts(kept: Any) -> TritonKernel:
     """Everything a launch needs, for the autotuner's first config that fits.
 
     The first is Inductor's own default; a tuning file may name another.
 
+    Args:
+        kept: From `kept_triton_kernels`.
     Raises:
         NotStaticError: the static launcher can't launch it.
     Source: torch/_inductor/runtime/triton_heuristics.py, StaticTritonCompileResult
     .make_launcher and CompileResult._get_arg_lists, GridExpr.from_meta (2.11, 2.13).
     """
-    from torch._inductor.runtime.triton_heuristics import (
-        GridExpr,
-        StaticTritonCompileResult,
-    )
+    from torch._inductor.runtime.triton_heuristics import GridExpr
 
+    if isinstance(kept, NotStaticError):
+        raise kept
     # Configs that need more than the device has get no launcher.
-    chosen = autotuner.launchers[0].config
-    result = next(r for r in autotuner.compile_results if r.config is chosen)
-    if not isinstance(result, StaticTritonCompileResult):
-        raise NotStaticError(
-            "it takes launch attributes, scratch memory or a descriptor that only"
-            " Triton's own launcher passes"
-        )
+    chosen = kept.launchers[0].config
+    result = next(r for r in kept.compile_results if r.config is chosen)
     kernel = result.kernel
     _, parameters, none_arguments = result._get_arg_lists(
         kernel.arg_names, kernel.declared_constexprs
@@ -154,9 +163,9 @@ def kernel_facts(autotuner: Any) -> TritonKernel:
     ]
     grid = GridExpr.from_meta(result.inductor_meta, result.config)
     return TritonKernel(
-        cubin=kernel.cubin_raw,
+        cubin=kernel.cubin_raw or _stored_cubin(kernel),
         symbol=kernel.name,
-        source=autotuner.fn.src,
+        source=kept.fn.src,
         num_warps=kernel.num_warps,
         shared=kernel.shared,
         arg_types=kernel.arg_tys,
@@ -166,7 +175,20 @@ def kernel_facts(autotuner: Any) -> TritonKernel:
         prefix=tuple(grid.prefix),
         grid=(str(grid.x_grid), str(grid.y_grid), str(grid.z_grid)),
         config=config_values(result.config),
-        candidates=autotuner.compilekit_candidates,
+        candidates=kept.compilekit_candidates,
         registers=int(kernel.n_regs),
-        tuned=chosen is autotuner.compilekit_winner,
+        tuned=chosen is kept.compilekit_winner,
     )
+
+
+def _stored_cubin(kernel: Any) -> bytes:
+    """A cubin from Triton's cache: a kernel drops its own once a device has loaded it.
+
+    Source: torch/_inductor/runtime/triton_heuristics.py, StaticTritonCompileResult
+    .reload_cubin_path (2.11, 2.13).
+    """
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+    from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
+
+    folder = Path(triton_cache_dir(0)) / triton_hash_to_path_key(kernel.hash)
+    return (folder / f"{kernel.name}.cubin").read_bytes()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import runpy
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
-from compilekit.errors import Mismatch, MismatchError
+from compilekit.errors import Mismatch, MismatchError, ResourceError
 
 # torch minor -> what was done with it: on a CPU, and for NVIDIA targets.
 SUPPORTED: dict[tuple[int, int], str] = {
@@ -14,6 +18,35 @@ SUPPORTED: dict[tuple[int, int], str] = {
     (2, 13): "CPU: built and ran; NVIDIA: built, not run",
 }
 PYTHON: tuple[tuple[int, int], ...] = ((3, 11), (3, 12))
+
+
+class Installed(NamedTuple):
+    """The torch that is installed.
+
+    Attributes:
+        version: As ``torch.__version__`` has it.
+        cuda: The CUDA it was built with; None = it's a CPU build.
+    """
+
+    version: str
+    cuda: str | None
+
+
+def installed_torch() -> Installed:
+    """Ask torch's version file, without the two seconds that importing torch takes.
+
+    Raises:
+        ResourceError: torch isn't installed.
+    Source: torch/version.py (2.11, 2.13), which the wheel's build writes.
+    """
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ResourceError(
+            "torch isn't installed in this Python environment",
+            hint="Install it: compilekit doesn't choose between its builds.",
+        )
+    stated = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    return Installed(stated["__version__"], stated["cuda"])
 
 
 def minor(version: str) -> tuple[int, int]:

@@ -24,6 +24,8 @@ from compilekit.results import BucketVerified
 SCHEMA = 1
 # Ten thousand replays take 4 MB.
 MAX_BYTES = 16 << 20
+# Where a build leaves a copy of its configuration, which a verify makes the model from.
+CONFIG_REPORT = "reports/compilekit.toml"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,9 +41,9 @@ from compilekit.artifact import (
 )
 from compilekit.artifact.manifest import seal_manifest
 from compilekit.artifact.program import entry_from_json, to_json
+from compilekit.artifact.verification import CONFIG_REPORT
 from compilekit.compiler import attest as attestation
 from compilekit.compiler.cache import Harvest, build_caches
-from compilekit.compiler.verify import CONFIG_REPORT
 from compilekit.errors import ConfigError
 from compilekit.events import (
     BuildEvent,
@@ -168,13 +168,13 @@ def _config_counts(artifact: Artifact) -> dict[str, int]:
 
 def _refuse_early(config: configuration.Config, allow_untested_torch: bool) -> None:
     """Refuse what no worker could do, before any process starts."""
-    import torch
+    from compilekit._torch.versions import installed_torch, refuse_unsupported
 
-    from compilekit._torch.options import inductor_options
-    from compilekit._torch.versions import refuse_unsupported
-
-    refuse_unsupported(torch.__version__, allow_untested=allow_untested_torch)
+    installed = installed_torch().version
+    refuse_unsupported(installed, allow_untested=allow_untested_torch)
     if config.compile.options:
+        from compilekit._torch.options import inductor_options
+
         configuration.check_options(config, inductor_options())
     if "program" not in config.build.routes:
         return
@@ -379,21 +379,21 @@ def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
     }
     if target.kind != "cuda":
         return environment
-    import torch
-
     from compilekit._torch import emulation
     from compilekit._torch.emulation.assembler import check_assembler
+    from compilekit._torch.versions import installed_torch
 
-    if torch.version.cuda is None:
+    installed = installed_torch()
+    if installed.cuda is None:
         raise errors.NeedsDeviceError(
             f"target {target.name} needs a CUDA build of torch; this is"
-            f" {torch.__version__}",
+            f" {installed.version}",
             hint="Install torch's CUDA wheel; no GPU or driver is needed.",
         )
     check_assembler(target)
     if emulation.is_here(target):
         return emulation.native_environment(environment)
-    stubs = emulation.make_stubs(target, torch.version.cuda, scratch / "stubs")
+    stubs = emulation.make_stubs(target, installed.cuda, scratch / "stubs")
     return emulation.environment(stubs, environment)
 
 
@@ -474,7 +474,7 @@ def _gather(
 ) -> tuple[Manifest, dict[str, bytes], dict[str, bytes]]:
     """Everything the workers left: manifest, files and reports of one artifact."""
     from compilekit.compiler import factors
-    from compilekit.compiler.compile import merge_entries
+    from compilekit.compiler.merge import merge_entries
 
     files: dict[str, bytes] = {}
     # The configuration may hold paths of this machine, so it's kept as a report.
@@ -555,8 +555,6 @@ def _verified(
     result: BuildResult, config: configuration.Config, on_event: OnBuildEvent
 ) -> BuildResult:
     """Replay every bucket whose target is this machine's."""
-    from compilekit.compiler.verify import verify
-
     if result.artifact is None:
         return result
     flags = targets.cpu_flags()
@@ -573,6 +571,8 @@ def _verified(
     ]
     if not runnable:
         return dataclasses.replace(result, buckets=tuple(buckets))
+    from compilekit.compiler.verify import verify
+
     outcome = verify(
         result.artifact, config=config, on_event=_as_build_event(on_event, buckets)
     )

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from compilekit._torch.versions import installed_torch
 from compilekit.artifact import Model
-from compilekit.compiler.kernels import symbol_versions
 from compilekit.config import Config
 
 
 def common_factors(config: Config) -> dict[str, Any]:
     """Factors that all targets share: versions, machine, compile options."""
-    import torch
-
     factors: dict[str, Any] = {
-        "torch.version": torch.__version__.partition("+")[0],
+        "torch.version": installed_torch().version.partition("+")[0],
         "python.version": f"{sys.version_info[0]}.{sys.version_info[1]}",
         "machine": platform.machine(),
         "compile.mode": config.compile.mode,
@@ -70,6 +69,23 @@ def kernel_factors(kernels: Path) -> dict[str, Any]:
         f"{name.lower()}.symbols": ".".join(map(str, number))
         for name, number in sorted(highest.items())
     }
+
+
+_SYMBOL_VERSION = re.compile(rb"(GLIBC|GLIBCXX|CXXABI)_(\d+(?:\.\d+)+)\0")
+
+
+def symbol_versions(library: bytes) -> dict[str, tuple[int, ...]]:
+    """Highest version of each C and C++ runtime symbol set that a library needs.
+
+    Returns:
+        ``{"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29)}``.
+    """
+    highest: dict[str, tuple[int, ...]] = {}
+    for name, text in _SYMBOL_VERSION.findall(library):
+        version = tuple(int(part) for part in text.split(b"."))
+        key = name.decode()
+        highest[key] = max(highest.get(key, ()), version)
+    return highest
 
 
 def model(config: Config, described: Mapping[str, Any] | None) -> Model:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -152,20 +151,3 @@ def _first_error(output: str) -> str:
         if "error" in line.lower():
             return line.strip()
     return output.strip()[:300] or "no message"
-
-
-_SYMBOL_VERSION = re.compile(rb"(GLIBC|GLIBCXX|CXXABI)_(\d+(?:\.\d+)+)\0")
-
-
-def symbol_versions(library: bytes) -> dict[str, tuple[int, ...]]:
-    """Highest version of each C and C++ runtime symbol set that a library needs.
-
-    Returns:
-        ``{"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29)}``.
-    """
-    highest: dict[str, tuple[int, ...]] = {}
-    for name, text in _SYMBOL_VERSION.findall(library):
-        version = tuple(int(part) for part in text.split(b"."))
-        key = name.decode()
-        highest[key] = max(highest.get(key, ()), version)
-    return highest

@@ -100,7 +100,7 @@ def tune_config(
             f"{out} was measured on {tuning.target}, and this is {target.name}",
             hint="Name another file.",
         )
-    emulation.install_native()
+    emulation.install_native(target)
     model = build_fake(config, "cuda:0")
     memory: dict[str, torch.Tensor] = {}
     found: list[TunedKernel] = []

@@ -25,6 +25,7 @@ from compilekit.artifact import (
     open_artifact,
     write_verification,
 )
+from compilekit.artifact.verification import CONFIG_REPORT
 from compilekit.config import Config
 from compilekit.errors import ConfigError, MismatchError, NeedsDeviceError
 from compilekit.events import OnVerifyEvent, VerifyEvent, ignore
@@ -32,7 +33,6 @@ from compilekit.plan import Bucket
 from compilekit.results import BucketVerified, VerifyResult
 from compilekit.runtime.check import check, choose_target, describe_machine, refuse
 
-CONFIG_REPORT = "reports/compilekit.toml"
 # Route → the process that replays a bucket of it.
 _REPLAYS = {"program": "replay", "cache": "cache_replay"}
 

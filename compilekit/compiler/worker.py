@@ -115,7 +115,7 @@ def _compile_all(
         if emulation.is_emulated(os.environ):
             emulation.install(target)
         else:
-            emulation.install_native()
+            emulation.install_native(target)
         versions = emulation.cuda_versions(target)
         _write_once(scratch / "factors.json", canonical.encode(versions))
         toolchain, header = None, None

@@ -97,6 +97,7 @@ FORCED_OPTIONS: Mapping[str, str] = {
     "fallback_random": "random numbers are eager's, so that a seed means the same",
     "graph_partition": "a program is one function",
     "static_launch_user_defined_triton_kernels": "no kernel is launched by Triton",
+    "strict_static_cuda_launcher": "no kernel is launched by Triton",
     "triton.cudagraphs": "graphs can't be stored; they're captured at load",
     "triton.descriptive_names": "long kernel names can't be launched statically",
     "triton.unique_kernel_names": "numbered names give one kernel several digests",

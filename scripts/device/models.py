@@ -12,40 +12,44 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 
-class Logits(nn.Module):
-    """A causal language model that takes ids and returns logits, without a cache."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
-
-
-def qwen2() -> nn.Module:
+def qwen2(layers: int = 2) -> nn.Module:
     """Qwen2.5-7B's dimensions, two layers."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     config = Qwen2Config(
         vocab_size=152064,
         hidden_size=3584,
         intermediate_size=18944,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=28,
         num_key_value_heads=4,
         rope_theta=1000000.0,
     )
-    return Logits(Qwen2ForCausalLM(config))
+    return Qwen2ForCausalLM(config)
+
+
+def qwen2_four() -> nn.Module:
+    """Qwen2.5-7B's dimensions, four layers."""
+    return qwen2(4)
 
 
 def llama() -> nn.Module:
     """Llama 3 8B's dimensions, two layers, its rotary scaling."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -63,13 +67,11 @@ def llama() -> nn.Module:
         },
         max_position_embeddings=131072,
     )
-    return Logits(LlamaForCausalLM(config))
+    return LlamaForCausalLM(config)
 
 
 def gemma() -> nn.Module:
     """Gemma 2 9B's dimensions: soft caps, one sliding-window and one full layer."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
     config = Gemma2Config(
         vocab_size=32000,
         hidden_size=3584,
@@ -83,13 +85,11 @@ def gemma() -> nn.Module:
         final_logit_softcapping=30.0,
         attn_implementation="eager",
     )
-    return Logits(Gemma2ForCausalLM(config))
+    return Gemma2ForCausalLM(config)
 
 
 def mixtral() -> nn.Module:
     """A mixture of eight experts, two of them per token."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     config = MixtralConfig(
         vocab_size=32000,
         hidden_size=2048,
@@ -100,29 +100,16 @@ def mixtral() -> nn.Module:
         num_local_experts=8,
         num_experts_per_tok=2,
     )
-    return Logits(MixtralForCausalLM(config))
+    return MixtralForCausalLM(config)
 
 
 def vit() -> nn.Module:
     """ViT-B/16's dimensions, four layers."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    class Classes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = ViTForImageClassification(ViTConfig(num_hidden_layers=4))
-
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = self.model(pixel_values=pixels).logits
-            return logits
-
-    return Classes()
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=4))
 
 
 def whisper() -> nn.Module:
     """Whisper small's dimensions, two layers each side."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
     config = WhisperConfig(
         d_model=768,
         encoder_layers=2,
@@ -132,20 +119,7 @@ def whisper() -> nn.Module:
         encoder_ffn_dim=3072,
         decoder_ffn_dim=3072,
     )
-
-    class Speech(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = WhisperForConditionalGeneration(config)
-
-        def forward(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            output = self.model(
-                input_features=features, decoder_input_ids=ids, use_cache=False
-            )
-            logits: torch.Tensor = output.logits
-            return logits
-
-    return Speech()
+    return WhisperForConditionalGeneration(config)
 
 
 class Flex(nn.Module):
@@ -157,8 +131,6 @@ class Flex(nn.Module):
         self.slopes = nn.Parameter(torch.ones(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, 16, 64).transpose(1, 2)
@@ -258,6 +230,20 @@ class Foreach(nn.Module):
         rows = [x[index] * scale for index, scale in enumerate(self.scales)]
         added = torch._foreach_add(rows, 1.0)
         return list(torch._foreach_mul(added, list(rows)))
+
+
+class Combined(nn.Module):
+    """Independent kernels of several shapes, which Inductor can launch as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ParameterList(
+            nn.Parameter(torch.ones(64 * (index + 1), 256)) for index in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        scaled = [torch.relu(table * 2.0 + 1.0) for table in self.tables]
+        return [*scaled, x.softmax(-1), x.sin() * x]
 
 
 class Updates(nn.Module):
