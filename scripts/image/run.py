@@ -144,9 +144,7 @@ def run(stage: Stage, command: str, share: list[Path]) -> None:
         else:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch()
-        mounts.append(
-            f"mount --bind {shlex.quote(str(path))} {shlex.quote(str(place))}"
-        )
+        mounts.append(shared(path, place))
     enter = (
         f"exec chroot {shlex.quote(str(stage.root))} /bin/sh -ec {shlex.quote(command)}"
     )
@@ -166,6 +164,24 @@ def run(stage: Stage, command: str, share: list[Path]) -> None:
     )
     if done.returncode:
         raise SystemExit(f"RUN {command}: {done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def shared(path: Path, place: Path) -> str:
+    """Shell words that show a path of this machine, and keep it from being written.
+
+    A package's own steps may write where they are shown something: what they write to a
+    folder lies in memory and is gone with the step.
+    """
+    source, target = shlex.quote(str(path)), shlex.quote(str(place))
+    if not path.is_dir():
+        return f"mount --bind {source} {target}; mount -o remount,bind,ro {target}"
+    layers = shlex.quote(f"{place}.layers")
+    return (
+        f"mkdir -p {layers}; mount -t tmpfs tmpfs {layers};"
+        f" mkdir {layers}/upper {layers}/work; mount -t overlay overlay"
+        f" -o lowerdir={source},upperdir={layers}/upper,workdir={layers}/work {target};"
+        f" umount -l {layers}; rmdir {layers}"
+    )
 
 
 def mount_special(root: Path) -> str:
