@@ -14,7 +14,7 @@ from compilekit.errors import Mismatch, MismatchError, ResourceError
 # torch minor -> what was done with it: on a CPU, and for NVIDIA targets.
 SUPPORTED: dict[tuple[int, int], str] = {
     (2, 11): "CPU: built and ran; NVIDIA: built, ran on an H200",
-    (2, 12): "CPU: by interface, not run; NVIDIA: built, not run",
+    (2, 12): "CPU: one small model built and ran; NVIDIA: built, not run",
     (2, 13): "CPU: built and ran; NVIDIA: built, not run",
 }
 PYTHON: tuple[tuple[int, int], ...] = ((3, 11), (3, 12))
