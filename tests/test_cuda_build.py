@@ -82,8 +82,6 @@ s = [16, 64]
 [entries.forward.inputs.x]
 shape = [1, "s", 256]
 dtype = "bfloat16"
-[compile]
-options = {{ {options} }}
 [gates]
 math_attention = "{gate}"
 [build]
@@ -202,11 +200,18 @@ def test_a_kernel_that_only_triton_can_launch_is_named(tmp_path: Path) -> None:
     assert "Global scratch not yet supported" in error
 
 
+def compile_options(options: str) -> str:
+    """Lines of a configuration."""
+    return f"[compile]\noptions = {{ {options} }}\n"
+
+
 @pytest.mark.parametrize("option", ["combo_kernels", "triton.use_block_ptr"])
 def test_a_kind_of_kernel_is_carried(tmp_path: Path, option: str) -> None:
     """What the option makes Inductor write is launched like any other kernel."""
     out = tmp_path / "artifact"
-    code, result = build(tmp_path, "Kinds", "nvidia-h200", options=f'"{option}" = true')
+    code, result = build(
+        tmp_path, "Kinds", "nvidia-h200", more=compile_options(f'"{option}" = true')
+    )
     assert code == 0, result
     word = {"combo_kernels": b"combo_grid_meta", "triton.use_block_ptr": b"block_ptr"}
     sources = [path.read_bytes() for path in (out / "sources").iterdir()]
@@ -228,7 +233,9 @@ def test_a_kind_of_kernel_is_refused(tmp_path: Path, option: str, why: str) -> N
     options = f'"{option}" = {value}'
     if option == "triton.use_tensor_descriptor":
         options += ", assume_aligned_inputs = true"
-    code, result = build(tmp_path, "Kinds", "nvidia-h200", options=options)
+    code, result = build(
+        tmp_path, "Kinds", "nvidia-h200", more=compile_options(options)
+    )
     assert code == 3, result
     assert why in result["buckets"][0]["error"]
     assert "kernel" in result["buckets"][0]["error"]

@@ -19,6 +19,10 @@ _Static_assert(CUDART_VERSION / 1000 == CK_CUDA_MAJOR,
 
 enum { SMALL_ALLOCATION_BYTES = 64 << 20 };
 
+// What the last refused call left. A launch written <<<>>> drops its own error, and
+// PyTorch asks for it afterwards.
+static __thread cudaError_t last_error = cudaSuccess;
+
 static void fill(struct cudaDeviceProp *p) {
   memset(p, 0, sizeof *p);
   strcpy(p->name, CK_NAME);
@@ -53,8 +57,12 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
 }
 API cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
-API cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-API cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+API cudaError_t cudaGetLastError(void) {
+  cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+API cudaError_t cudaPeekAtLastError(void) { return last_error; }
 API cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
@@ -132,9 +140,9 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attribute
 // Work. A launch that seemed to succeed would give random numbers without a sign.
 API cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments,
                                  size_t shared, cudaStream_t stream) {
-  return cudaErrorNotSupported;
+  return last_error = cudaErrorNotSupported;
 }
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function,
                                     void **arguments) {
-  return cudaErrorNotSupported;
+  return last_error = cudaErrorNotSupported;
 }
