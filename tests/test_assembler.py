@@ -7,10 +7,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import torch
 
 from compilekit import targets
-from compilekit._torch import emulation
+from compilekit._torch import emulation, versions
 from compilekit._torch.emulation import assembler
 from compilekit.compiler import build
 from compilekit.errors import ResourceError
@@ -92,7 +91,8 @@ def test_a_build_asks_first(
     ptxas: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No stub is compiled and no worker started for what can't be assembled."""
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    installed = versions.Installed("2.11.0", "12.8")
+    monkeypatch.setattr(versions, "installed_torch", lambda: installed)
     monkeypatch.setattr(emulation, "is_here", lambda _: False)
     monkeypatch.setattr(emulation, "make_stubs", None)
     with pytest.raises(ResourceError, match="sm_80"):

@@ -517,7 +517,7 @@ def test_transformers_agrees(architecture: str, tmp_path: Path) -> None:
     hf_config = model_class.config_class(**REAL[architecture])
     hf_config.architectures = [architecture]
     hf_config.save_pretrained(tmp_path / "model")
-    config = written(tmp_path, render(str(tmp_path / "model")))
+    config = written(tmp_path, scoring(render(str(tmp_path / "model"))))
     entry = config.entries["forward"]
     model = models.build_real(config)
     for bucket in buckets(config, "forward")[::3]:

@@ -120,6 +120,14 @@ def serve_as(uid: int, spec: dict[str, Any], home: Path) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def closed_packages() -> str:
+    """The first folder above this environment's packages that only its owner enters."""
+    packages = Path(sysconfig.get_path("purelib"))
+    return next(
+        (str(p) for p in packages.parents if not p.stat().st_mode & stat.S_IXOTH), ""
+    )
+
+
 def interpreter(folder: Path) -> tuple[str, dict[str, str]]:
     """An interpreter that other users can run, and the variables that it needs.
 
