@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_a_kernel_that_only_triton_can_launch_is_named(tmp_path: Path) -> None:
     code, result = build(tmp_path, "Descriptors", "nvidia-h200")
     assert code == 3
     error = result["buckets"][0]["error"]
-    assert "kernel _described can't be launched without Triton" in error
+    assert re.search(r"kernel _described\w* can't be launched without Triton", error)
     assert "Global scratch not yet supported" in error
 
 
@@ -213,7 +214,7 @@ def test_a_kind_of_kernel_is_carried(tmp_path: Path, option: str) -> None:
         tmp_path, "Kinds", "nvidia-h200", more=compile_options(f'"{option}" = true')
     )
     assert code == 0, result
-    word = {"combo_kernels": b"combo_grid_meta", "triton.use_block_ptr": b"block_ptr"}
+    word = {"combo_kernels": b"num_xblocks", "triton.use_block_ptr": b"block_ptr"}
     sources = [path.read_bytes() for path in (out / "sources").iterdir()]
     assert any(word[option] in source for source in sources)
 

@@ -175,7 +175,8 @@ def state(setting: Setting, place: Path) -> tuple[str, str]:
 
 def strangers(out: Path) -> list[str]:
     """What lies in a place beside whole things and their records."""
-    known = ("artifact", "packed.tar", "receipt.json")
+    # A build that fails keeps the logs of its buckets.
+    known = ("artifact", "artifact.logs", "packed.tar", "receipt.json")
     records = ("artifact.signature.json", "artifact.verified.json")
     return sorted(p.name for p in out.iterdir() if p.name not in (*known, *records))
 
