@@ -293,3 +293,22 @@ def test_an_assembler_that_rejects_the_gpu_ends_the_build(tmp_path: Path) -> Non
     unknown = unknown._replace(device={**unknown.device, "major": 9, "minor": 9})
     with pytest.raises(ResourceError, match=r"sm_99a.* is not defined"):
         check_assembler(unknown)
+
+
+def test_caches_are_built_without_the_gpu(tmp_path: Path) -> None:
+    """Graphs with their cubins inside, found by keys that name the GPU."""
+    code, result = build(tmp_path, "Small", "nvidia-h200", more='routes = ["cache"]')
+    assert code == 0, result
+    artifact = open_artifact(tmp_path / "artifact")
+    cache = json.loads(artifact.read("caches/nvidia-h200/cache.json"))
+    assert {key["kind"] for key in cache["keys"]} >= {"AOTAutograd", "FX graph"}
+    assert cache["factors"]["cache.gpu"] == "NVIDIA H200"
+    # Nothing here ran on the device, or depends on this host's CPU.
+    assert cache["packages"] == []
+    assert cache["kernels"] == {}
+    assert list(cache["traced"]) == ["models:Small.forward"]
+    graphs = [name for name in cache["files"] if name.startswith("inductor/fxgraph/")]
+    assert len(graphs) == 2
+    for name in graphs:
+        graph = artifact.read(f"caches/nvidia-h200/blobs/{cache['files'][name]}")
+        assert b"\x7fELF" in graph

@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -349,20 +349,22 @@ def traced_functions(capture: Capture) -> list[tuple[str, CodeType]]:
     ]
 
 
-def normalise_annotations(capture: Capture) -> None:
+def normalise_annotations(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> None:
     """Write the placeholder types that a run on real tensors would have written.
 
     Dynamo annotates a placeholder with the type of its example; ``FakeTensor`` there
     is the one thing in which AOTAutograd's cache key differs from a real run's.
 
+    Args:
+        examples: The example of each placeholder, in order.
     Source: torch/_dynamo/output_graph.py, create_graph_input (2.11, 2.13).
     """
-    placeholders = [n for n in capture.graph.graph.nodes if n.op == "placeholder"]
-    for node, example in zip(placeholders, capture.example_inputs, strict=True):
+    placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    for node, example in zip(placeholders, examples, strict=True):
         if node.type is FakeTensor:
             is_parameter = isinstance(example, torch.nn.Parameter)
             node.type = torch.nn.Parameter if is_parameter else torch.Tensor
-    capture.graph.recompile()
+    graph.recompile()
 
 
 def reset() -> None:

@@ -44,6 +44,7 @@ from compilekit.artifact.program import entry_from_json, to_json
 from compilekit.artifact.verification import CONFIG_REPORT
 from compilekit.compiler import attest as attestation
 from compilekit.compiler.cache import Harvest, build_caches
+from compilekit.compiler.device import cuda_environment
 from compilekit.errors import ConfigError
 from compilekit.events import (
     BuildEvent,
@@ -379,22 +380,7 @@ def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
     }
     if target.kind != "cuda":
         return environment
-    from compilekit._torch import emulation
-    from compilekit._torch.emulation.assembler import check_assembler
-    from compilekit._torch.versions import installed_torch
-
-    installed = installed_torch()
-    if installed.cuda is None:
-        raise errors.NeedsDeviceError(
-            f"target {target.name} needs a CUDA build of torch; this is"
-            f" {installed.version}",
-            hint="Install torch's CUDA wheel; no GPU or driver is needed.",
-        )
-    check_assembler(target)
-    if emulation.is_here(target):
-        return emulation.native_environment(environment)
-    stubs = emulation.make_stubs(target, installed.cuda, scratch / "stubs")
-    return emulation.environment(stubs, environment)
+    return cuda_environment(target, scratch, environment)
 
 
 def _end(worker: subprocess.Popen[str]) -> None:

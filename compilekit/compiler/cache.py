@@ -9,7 +9,9 @@ Lifecycle, for one target::
                records Dynamo's packages
     describe   cache.json and its blobs
 
-Nothing is kept unless every bucket succeeded in both processes.
+For a GPU that isn't here the first process compiles on fake tensors under emulation
+and runs nothing; there is no second one, so a start traces again. Nothing is kept
+unless every bucket succeeded in each process.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from compilekit.artifact.cache import (
     cache_to_json,
 )
 from compilekit.compiler import cache_harvest
+from compilekit.compiler.device import cuda_environment
 from compilekit.errors import ConfigError, HarvestError, NeedsDeviceError
 from compilekit.events import BuildEvent, OnBuildEvent, bucket_result, from_line
 from compilekit.results import BucketResult
@@ -63,11 +66,18 @@ class Harvest(NamedTuple):
     report: bytes = b""
 
 
-def refuse_foreign(target: targets.Target) -> str:
-    """The device to run a target's buckets on; they run while they're compiled.
+class _Place(NamedTuple):
+    """Where a target's buckets are compiled: a device, or its emulation."""
+
+    device: str
+    emulated: bool = False
+
+
+def _place(target: targets.Target, config: configuration.Config) -> _Place:
+    """The device to compile a target's buckets on; they run there, unless emulated.
 
     Raises:
-        NeedsDeviceError: it isn't here.
+        NeedsDeviceError: it isn't here, and can't be done without.
         ConfigError: a CPU level that isn't this machine's.
     """
     if target.kind == "cuda":
@@ -75,12 +85,15 @@ def refuse_foreign(target: targets.Target) -> str:
 
         wanted = (target.device["major"], target.device["minor"])
         if torch.cuda.is_available() and torch.cuda.get_device_capability() == wanted:
-            return "cuda"
-        raise NeedsDeviceError(
-            f'target {target.name}: routes = ["cache"] keeps what torch.compile writes'
-            " while the model runs, and no such GPU is here",
-            hint='Build there, or use routes = ["program"].',
-        )
+            return _Place("cuda:0")
+        running = [one.name for one in config.entries.values() if one.warmup]
+        if running:
+            raise NeedsDeviceError(
+                f"target {target.name}: the warm-up of {', '.join(running)} runs the"
+                " model, and no such GPU is here",
+                hint="Build there, or declare the entry's inputs instead of a warm-up.",
+            )
+        return _Place("cuda:0", emulated=True)
     native = targets.native_target().name
     if target.name != native:
         raise ConfigError(
@@ -88,7 +101,7 @@ def refuse_foreign(target: targets.Target) -> str:
             f" the machine it runs on, which is {native}",
             hint='Set targets = ["native"], or use routes = ["program"].',
         )
-    return "cpu"
+    return _Place("cpu")
 
 
 def build_caches(
@@ -101,36 +114,43 @@ def build_caches(
 ) -> Harvest:
     """Compile one target's buckets and take what the caches hold."""
     target = targets.load_target(jobs[0][1].target)
-    device = refuse_foreign(target)
+    place = _place(target, config)
     scratch.mkdir(parents=True, exist_ok=True)
     (scratch / "tmp").mkdir(exist_ok=True)
+    # Triton compiles in the process in which the GPU is emulated.
+    environment = _environment(scratch, 1 if place.emulated else threads)
+    if place.emulated:
+        environment = cuda_environment(target, scratch, environment)
     spec = {
         "config": str(config.path),
         "target": target.name,
-        "device": device,
+        **place._asdict(),
         "jobs": [(i, j.entry, j.bucket.name, dict(j.bucket.axes)) for i, j in jobs],
         "count": count,
         "folder": str(scratch),
         "recompile_limit": max(_VARIANTS, 2 * len(jobs)),
     }
-    results = _run({**spec, "phase": "caches"}, jobs, scratch, threads, on_event)
+    first = {**spec, "phase": "caches"}
+    results = _run(first, jobs, scratch, environment, on_event)
     if any(result.status == "failed" for result in results):
         return Harvest(results, {}, None)
     files = cache_harvest.inductor_files(scratch / "inductor")
     triton, relocated = cache_harvest.triton_files(scratch / "triton")
-    again = _run(
-        {**spec, "phase": "packages"},
-        jobs,
-        scratch,
-        threads,
-        lambda event: (
-            on_event(dataclasses.replace(event, kind="stage", stage="package"))
-            if event.kind in ("finished", "failed")
-            else None
-        ),
-    )
-    if any(result.status == "failed" for result in again):
-        return Harvest(again, {}, None)
+    if not place.emulated:
+        # Packages hold guards on the real tensors of a device.
+        again = _run(
+            {**spec, "phase": "packages"},
+            jobs,
+            scratch,
+            environment,
+            lambda event: (
+                on_event(dataclasses.replace(event, kind="stage", stage="package"))
+                if event.kind in ("finished", "failed")
+                else None
+            ),
+        )
+        if any(result.status == "failed" for result in again):
+            return Harvest(again, {}, None)
     model = scratch / "model.json"
     return Harvest(
         results,
@@ -167,7 +187,8 @@ def _described(
             "nothing was compiled: no bucket looked up a graph in torch's caches",
             hint="Does the warm-up call the function that torch.compile returned?",
         )
-    packages = pickle.loads((scratch / "packages.pickle").read_bytes())
+    recorded = scratch / "packages.pickle"
+    packages = pickle.loads(recorded.read_bytes()) if recorded.exists() else ()
     cache = Cache(
         target=target,
         files={name: blob(data) for name, data in sorted(files.items())},
@@ -222,7 +243,7 @@ def _run(
     spec: Mapping[str, Any],
     jobs: list[tuple[int, plan.Job]],
     scratch: Path,
-    threads: int,
+    environment: Mapping[str, str],
     on_event: Callable[[BuildEvent], None],
 ) -> tuple[BucketResult, ...]:
     """One worker process from start to end; its results in the order of the jobs."""
@@ -234,7 +255,7 @@ def _run(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stream,
-            env=_environment(scratch, threads),
+            env=environment,
             text=True,
             encoding="utf-8",
             start_new_session=True,

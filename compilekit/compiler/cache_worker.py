@@ -30,6 +30,7 @@ from compilekit import config as configuration
 from compilekit.errors import CompilekitError, GraphBreakError, HarvestError
 from compilekit.events import BuildEvent, to_line
 from compilekit.plan import Bucket
+from compilekit.targets import load_target
 
 
 @dataclass
@@ -110,7 +111,12 @@ def run(
     broken = breaks.Recorder()
     patches.enter_context(broken.listening())
     compiled: dict[str, Any] = {}
-    call = _caller(config, spec["device"])
+    if spec["emulated"]:
+        from compilekit._torch import emulation, without_device
+
+        emulation.install(load_target(spec["target"]))
+        without_device.compile_only(patches)
+    call = _caller(config, spec["device"], fake=spec["emulated"])
     for index, entry, name, axes in spec["jobs"]:
         began = time.perf_counter()
         seen = Seen(f"{entry}/{name}")
@@ -142,6 +148,11 @@ def run(
                 warning=_counted(places) if places else "",
             )
         )
+    if spec["emulated"]:
+        why = "built where the device isn't: its guards are made at start"
+        frames = {name for one in everything for name in one.frames}
+        traced = json.dumps(dict.fromkeys(sorted(frames), why))
+        (folder / "traced.json").write_text(traced, encoding="utf-8")
     if recorder is None:
         found = [key for one in everything for key in one.keys]
         (folder / "keys.json").write_text(json.dumps(found), encoding="utf-8")
@@ -208,10 +219,14 @@ def _factors() -> dict[str, Any]:
 
 
 def _caller(
-    config: configuration.Config, device: str
+    config: configuration.Config, device: str, *, fake: bool
 ) -> Callable[[str, Bucket, Path], Any]:
-    """A function that runs one bucket the way a server would."""
+    """A function that runs one bucket the way a server would.
 
+    Args:
+        fake: With fake tensors, for a device that isn't here.
+    """
+    from compilekit._torch.fake import fake_mode_of
     from compilekit.compiler import models
 
     compiled: dict[str, Callable[..., Any]] = {}
@@ -225,13 +240,18 @@ def _caller(
                 dict(bucket.axes)
             )
         if not model:
-            model.append(models.build_real(config).to(device))
+            model.append(
+                models.build_fake(config, device)
+                if fake
+                else models.build_real(config).to(device)
+            )
             describe_model(model[0], folder / "model.json")
         if name not in compiled:
             compiled[name] = compile_entry(config, model[0], entry)
-        kwargs = models.example_kwargs(config, entry, bucket)
+        mode = fake_mode_of(model[0]) if fake else None
+        kwargs = models.example_kwargs(config, entry, bucket, fake=mode, device=device)
         with grad_mode(entry):
-            return compiled[name](**_moved(kwargs, device))
+            return compiled[name](**kwargs)
 
     return call
 
@@ -262,18 +282,6 @@ def compile_entry(
         options=options or None,
     )
     return function
-
-
-def _moved(value: Any, device: str) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
-    return value
 
 
 def describe_model(model: Any, path: Path) -> None:

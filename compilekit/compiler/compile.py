@@ -134,7 +134,7 @@ def compile_bucket(
     on_stage("capture", time.perf_counter() - began)
 
     began = time.perf_counter()
-    dynamo.normalise_annotations(captured)
+    dynamo.normalise_annotations(captured.graph, captured.example_inputs)
     options = inductor_options(config)
     lowered = _lower(captured, options, target, tuned)
     _refuse_wrappers(lowered, len(places))

@@ -19,6 +19,24 @@ def cache_mismatches(cache: Cache) -> list[Mismatch]:
     and each miss says by itself what differs.
     """
     factors = cache.factors
+    # Without C++ kernels (a GPU's caches) nothing depends on the CPU that compiled.
+    found = _cpu(factors) if cache.kernels else []
+    found += _versions(factors)
+    if factors["cache.threads"] != torch.get_num_threads():
+        found.append(
+            Mismatch(
+                "cache.threads",
+                str(factors["cache.threads"]),
+                str(torch.get_num_threads()),
+                "warn",
+                "Graphs compiled for another thread count are compiled again.",
+                "Set [compile] threads and OMP_NUM_THREADS alike.",
+            )
+        )
+    return found
+
+
+def _cpu(factors: Any) -> list[Mismatch]:
     found = []
     capability = torch.backends.cpu.get_cpu_capability()
     if factors["cache.cpu_capability"] != capability:
@@ -43,18 +61,6 @@ def cache_mismatches(cache: Cache) -> list[Mismatch]:
                 "refuse",
                 "The process would die of an illegal instruction.",
                 "Build on the oldest CPU that serves.",
-            )
-        )
-    found += _versions(factors)
-    if factors["cache.threads"] != torch.get_num_threads():
-        found.append(
-            Mismatch(
-                "cache.threads",
-                str(factors["cache.threads"]),
-                str(torch.get_num_threads()),
-                "warn",
-                "Graphs compiled for another thread count are compiled again.",
-                "Set [compile] threads and OMP_NUM_THREADS alike.",
             )
         )
     return found

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 from torch._inductor import codecache
 
@@ -79,7 +80,7 @@ def _watched(
     def made(self: Any, value: Any) -> str:
         if not isinstance(value, codecache.FxGraphHashDetails):
             return method(self, value)
-        value.cpu_capability = capability()  # type: ignore[attr-defined]
+        value.cpu_capability = _cpu_capability(value)  # type: ignore[attr-defined]
         value.custom_operators = custom_operators(value.gm)  # type: ignore[attr-defined]
         text = method(self, value)
         autograd = isinstance(value, AOTAutogradCacheDetails)
@@ -90,6 +91,17 @@ def _watched(
         return text
 
     return made
+
+
+def _cpu_capability(details: Any) -> str:
+    """The vector instructions a graph is compiled for; "" if it's another device's.
+
+    A graph for a GPU may be compiled on a host with another CPU. What C++ kernels it
+    has all the same are found by their own keys, which hold the instructions.
+    """
+    inputs = details.example_inputs
+    devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
+    return "" if devices - {"cpu"} else capability()
 
 
 def _components(pickler: Any, details: Any) -> dict[str, Component]:
