@@ -198,7 +198,7 @@ def capture_bucket(
     call = _call(model, config, entry, bucket, fake_device(target))
     with _ambient_kept(), call.around:
         captured = _capture(call.function, model, call.kwargs, target)
-    dynamo.normalise_annotations(captured)
+    dynamo.normalise_annotations(captured.graph, captured.example_inputs)
     return captured
 
 
