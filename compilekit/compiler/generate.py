@@ -40,11 +40,10 @@ from compilekit._torch.fake import FakeTensorMode, fake_mode_of
 from compilekit.config import Config, EntryConfig, InputConfig
 from compilekit.errors import UnsupportedByProgramError
 from compilekit.plan import Bucket
+from compilekit.runtime.generate import CACHE_NAMES
 from compilekit.runtime.result import class_name
 
 ATTENTION = "compilekit_grouped"
-# What a forward calls its cache: the second since transformers 5.24, model by model.
-CACHE_NAMES = ("past_key_values", "cache")
 
 
 class LayerShape(NamedTuple):

@@ -36,6 +36,7 @@ from compilekit.runtime.kvcache import Buffers, Memory, cache_class
 from compilekit.runtime.model import AttachedMethod, own_method
 from compilekit.runtime.result import import_class
 
+# What a forward calls its cache: the second since transformers 5.24, model by model.
 CACHE_NAMES = ("past_key_values", "cache")
 MAKES_CACHE = "_prepare_static_cache"
 # Arguments that don't change what a step computes → the values that are fine.
@@ -394,15 +395,9 @@ class Generation(AttachedMethod):
             and ids.device == self.device
         )
         if not good:
-            found = (
-                f"{str(ids.dtype).removeprefix('torch.')} {list(ids.shape)} on"
-                f" {ids.device}"
-                if isinstance(ids, torch.Tensor)
-                else type(ids).__name__
-            )
             raise CallRefusedError(
                 f"generate: input_ids must be int64 [{cache.rows}, tokens] on"
-                f" {self.device}, got {found}",
+                f" {self.device}, got {_shown(ids)}",
                 hint="Embeddings instead of tokens aren't supported.",
                 argument="input_ids",
             )
@@ -421,14 +416,9 @@ class Generation(AttachedMethod):
             and tensor.device == self.device
         )
         if not good:
-            found = (
-                f"{list(tensor.shape)} on {tensor.device}"
-                if isinstance(tensor, torch.Tensor)
-                else type(tensor).__name__
-            )
             raise CallRefusedError(
                 f"generate: {name} must be [{rows[-1]}, {columns}] on {self.device},"
-                f" got {found}",
+                f" got {_shown(tensor)}",
                 argument=name,
             )
 
@@ -449,6 +439,14 @@ class Generation(AttachedMethod):
                     hint="Leave it out, or call receipt.detach() first.",
                     argument=name,
                 )
+
+
+def _shown(value: Any) -> str:
+    """A tensor's dtype, shape and device; the class of anything else."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    dtype = str(value.dtype).removeprefix("torch.")
+    return f"{dtype} {list(value.shape)} on {value.device}"
 
 
 def _steps(
