@@ -38,7 +38,9 @@ def compile_all_buckets_once(patches: contextlib.ExitStack, limit: int) -> None:
     """What build and start set alike, so that every bucket is compiled, and once.
 
     Shapes stay static (with automatic dynamic shapes the graphs depend on the order of
-    calls); more buckets than Dynamo's limit are compiled all; every cache is on.
+    calls); more buckets than Dynamo's limit are compiled all; every cache is on. What
+    torch reads from the variable CI is set as without it (a custom operator whose
+    outputs alias is warned of): an artifact is built in CI and served elsewhere.
 
     Args:
         limit: Variants of one function that Dynamo must allow.
@@ -58,6 +60,8 @@ def compile_all_buckets_once(patches: contextlib.ExitStack, limit: int) -> None:
         (inductor, "fx_graph_remote_cache", False),
         (functorch, "enable_autograd_cache", True),
         (functorch, "enable_remote_autograd_cache", False),
+        # torch/_functorch/config.py (2.11, 2.13).
+        (functorch, "error_on_custom_op_aliasing", False),
     ):
         set_option(patches, module, name, value)
 
