@@ -11,7 +11,7 @@ import pytest
 from compilekit import targets
 from compilekit._torch import emulation, versions
 from compilekit._torch.emulation import assembler
-from compilekit.compiler import build
+from compilekit.compiler import workers
 from compilekit.errors import ResourceError
 
 # As ptxas answers: it knows sm_90a, and says of anything else what ptxas says.
@@ -96,4 +96,4 @@ def test_a_build_asks_first(
     monkeypatch.setattr(emulation, "is_here", lambda _: False)
     monkeypatch.setattr(emulation, "make_stubs", None)
     with pytest.raises(ResourceError, match="sm_80"):
-        build._environment(tmp_path, targets.load_target("nvidia-a100"))
+        workers.worker_environment(tmp_path, targets.load_target("nvidia-a100"))

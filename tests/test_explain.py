@@ -16,7 +16,7 @@ from torch._dynamo import convert_frame
 from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from compilekit.compiler import explain
-from compilekit.compiler.explain import BucketExplained, ExplainResult
+from compilekit.compiler.explained import BucketExplained, ExplainResult
 from compilekit.config import (
     CompileConfig,
     Config,

@@ -509,7 +509,7 @@ def test_transformers_agrees(architecture: str, tmp_path: Path) -> None:
     """A real model takes these inputs and gives these outputs, at the cut sizes."""
     import torch
 
-    from compilekit.compiler import models
+    from compilekit.compiler import examples, models
     from compilekit.paths import follow, parse
 
     transformers = importlib.import_module("transformers")
@@ -521,7 +521,7 @@ def test_transformers_agrees(architecture: str, tmp_path: Path) -> None:
     entry = config.entries["forward"]
     model = models.build_real(config)
     for bucket in buckets(config, "forward")[::3]:
-        kwargs = models.example_kwargs(config, entry, bucket)
+        kwargs = examples.example_kwargs(config, entry, bucket)
         assert set(kwargs) == {*entry.inputs, *entry.kwargs}
         with torch.no_grad():
             result = model(**kwargs)

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 
 from compilekit._torch import fake
-from compilekit.compiler import models
+from compilekit.compiler import examples, models
+from compilekit.compiler.hugging_face import vocabulary_size
 from compilekit.config import Config, EntryConfig, InputConfig, ModelConfig
 from compilekit.errors import ConfigError
 from compilekit.plan import Bucket
@@ -215,12 +216,12 @@ def test_a_fake_call_gives_the_layout_of_a_real_call(name: str, tmp_path: Path) 
     config = hugging_face(tmp_path, name)
     entry = config.entries["forward"]
     faked, real = models.build_fake(config), models.build_real(config)
-    mode = models.fake_mode_of(faked)
+    mode = fake.fake_mode_of(faked)
     with torch.no_grad():
-        kwargs = models.example_kwargs(config, entry, BUCKET, fake=mode)
+        kwargs = examples.example_kwargs(config, entry, BUCKET, fake=mode)
         with mode:
             fake_out = flat(faked(**kwargs))
-        real_out = flat(real(**models.example_kwargs(config, entry, BUCKET)))
+        real_out = flat(real(**examples.example_kwargs(config, entry, BUCKET)))
     assert [(t.dtype, t.shape) for t in fake_out] == [
         (t.dtype, t.shape) for t in real_out
     ]
@@ -291,7 +292,7 @@ def test_every_tensor_of_a_module_becomes_fake(
         model.computed,
     ]
     assert all(isinstance(tensor, fake.FakeTensor) for tensor in tensors)
-    assert {tensor.fake_mode for tensor in tensors} == {models.fake_mode_of(model)}
+    assert {tensor.fake_mode for tensor in tensors} == {fake.fake_mode_of(model)}
     assert {tensor.device for tensor in tensors} == {torch.device("cpu")}
     assert model.nothing is None
     assert model.nested["a"][1][1] == "text"
@@ -339,8 +340,8 @@ def test_a_fake_model_may_pretend_to_be_elsewhere(
     config = factory(tmp_path, Holder, monkeypatch)
     model: Any = models.build_fake(config, "cuda:0")
     entry = EntryConfig("forward", "forward", {"x": InputConfig(("b", 3), "float32")})
-    kwargs = models.example_kwargs(
-        config, entry, BUCKET, fake=models.fake_mode_of(model), device="cuda:0"
+    kwargs = examples.example_kwargs(
+        config, entry, BUCKET, fake=fake.fake_mode_of(model), device="cuda:0"
     )
     assert model.weight.device == kwargs["x"].device == torch.device("cuda:0")
 
@@ -360,7 +361,7 @@ def test_a_model_without_tensors_has_a_mode(
 ) -> None:
     """Any mode will do for a model that holds no tensor."""
     model = models.build_fake(factory(tmp_path, nn.ReLU, monkeypatch))
-    mode = models.fake_mode_of(model)
+    mode = fake.fake_mode_of(model)
     assert isinstance(mode, fake.FakeTensorMode)
     assert mode.shape_env is None
 
@@ -588,7 +589,7 @@ def example(
     """The keyword arguments of a call with these inputs, for a model of no type."""
     entry = EntryConfig("forward", "forward", inputs, **parts)
     config = Config(Path("compilekit.toml"), ModelConfig("x:y"), {}, {"forward": entry})
-    return models.example_kwargs(config, entry, BUCKET, seed=seed)
+    return examples.example_kwargs(config, entry, BUCKET, seed=seed)
 
 
 def test_arguments_are_nested_as_their_paths_say() -> None:
@@ -634,10 +635,10 @@ def test_token_ids_fill_the_vocabulary(tmp_path: Path) -> None:
     """Names that end in input_ids are drawn from the model's vocabulary."""
     config = hugging_face(tmp_path, "t5")
     bucket = Bucket("b2_s500", {"b": 2, "s": 500})
-    kwargs = models.example_kwargs(config, config.entries["forward"], bucket)
+    kwargs = examples.example_kwargs(config, config.entries["forward"], bucket)
     for name in ("input_ids", "decoder_input_ids"):
         assert 80 < kwargs[name].max() < 97
-    assert models.vocabulary_size(config) == 97
+    assert vocabulary_size(config) == 97
 
 
 def test_fixed_arguments_are_passed_on() -> None:
@@ -658,11 +659,11 @@ def test_an_example_function_makes_the_arguments(
 
     config = factory(tmp_path, make, monkeypatch)
     entry = EntryConfig("forward", "forward", {}, example="user_model:make")
-    real = models.example_kwargs(config, entry, BUCKET)
-    again = models.example_kwargs(config, entry, BUCKET)
+    real = examples.example_kwargs(config, entry, BUCKET)
+    again = examples.example_kwargs(config, entry, BUCKET)
     assert torch.equal(real["state"].values, again["state"].values)
     mode = fake.new_fake_mode()
-    faked = models.example_kwargs(config, entry, BUCKET, fake=mode)
+    faked = examples.example_kwargs(config, entry, BUCKET, fake=mode)
     assert isinstance(faked["state"].values, fake.FakeTensor)
     assert faked["state"].values.shape == (2, 3)
 
@@ -709,7 +710,7 @@ def test_a_wrong_example_function_is_refused(
     config = factory(tmp_path, source, monkeypatch)
     entry = EntryConfig("forward", "forward", {}, example="user_model:make")
     with pytest.raises(ConfigError) as caught:
-        models.example_kwargs(config, entry, BUCKET)
+        examples.example_kwargs(config, entry, BUCKET)
     assert message in str(caught.value)
 
 

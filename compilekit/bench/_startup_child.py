@@ -128,7 +128,7 @@ def wait(device: str) -> None:
 
 def make_calls(config: Config, device: str = "cpu") -> list[Call]:
     """Every bucket of every entry, in configuration order, with sample inputs."""
-    from ..compiler import models
+    from ..compiler.examples import example_kwargs
     from ..plan import buckets
 
     return [
@@ -136,7 +136,7 @@ def make_calls(config: Config, device: str = "cpu") -> list[Call]:
             name,
             entry.method,
             bucket,
-            models.example_kwargs(config, entry, bucket, device=device),
+            example_kwargs(config, entry, bucket, device=device),
         )
         for name, entry in config.entries.items()
         for bucket in buckets(config, name)

@@ -77,7 +77,7 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
     began = time.perf_counter()
     import torch
 
-    from compilekit.compiler import models
+    from compilekit.compiler import hugging_face, models
     from compilekit.config import load
 
     config = load(Path(spec["config"]))
@@ -89,7 +89,7 @@ def run(spec: Mapping[str, Any]) -> dict[str, Any]:
     built = time.perf_counter()
     strategy = _Strategy(spec, model)
     attached = time.perf_counter()
-    vocabulary = models.vocabulary_size(config) or 2
+    vocabulary = hugging_face.vocabulary_size(config) or 2
     prompt, longest = spec["prompt"], spec["cache"]
     result: dict[str, Any] = {
         "strategy": spec["strategy"],

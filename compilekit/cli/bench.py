@@ -14,6 +14,7 @@ from compilekit.cli.options import (
     Command,
     Commands,
     config_argument,
+    count_option,
     weights_option,
 )
 from compilekit.console import (
@@ -63,30 +64,9 @@ _ROUTES = {"compilekit": "program", "cache": "cache", "cold": "jit", "eager": "e
     metavar="NAMES",
     help="Ways to start, separated by commas; the route's own otherwise.",
 )
-@click.option(
-    "--repeat",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Fresh processes for each row.",
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Intra-op threads in every process.",
-)
-@click.option(
-    "--calls",
-    type=click.IntRange(min=1),
-    default=10,
-    show_default=True,
-    metavar="N",
-    help="Steady calls per bucket and process.",
-)
+@count_option("--repeat", 5, "Fresh processes for each row.")
+@count_option("--threads", 1, "Intra-op threads in every process.")
+@count_option("--calls", 10, "Steady calls per bucket and process.")
 @weights_option("Real weights, instead of those under [verify] in CONFIG.")
 @click.option(
     "--seed",
@@ -268,21 +248,9 @@ def bucket_table(result: StartupResult) -> Table | None:
     metavar="SECONDS",
     help="How long one strategy may take.",
 )
-@click.option(
-    "--calls",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    metavar="N",
-    help="Timed prefills, and rounds of decode steps.",
-)
-@click.option(
-    "--new-tokens",
-    type=click.IntRange(min=0),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="Tokens that generate makes; 0 leaves it out.",
+@count_option("--calls", 5, "Timed prefills, and rounds of decode steps.")
+@count_option(
+    "--new-tokens", 128, "Tokens that generate makes; 0 leaves it out.", least=0
 )
 @click.option(
     "--device",

@@ -13,7 +13,7 @@ from compilekit.console import Block, Cell, Console, Facts, Mark, Report, Table,
 from compilekit.errors import GraphBreakError
 
 if TYPE_CHECKING:
-    from compilekit.compiler.explain import BucketExplained, ExplainResult
+    from compilekit.compiler.explained import BucketExplained, ExplainResult
 
 
 @click.command(cls=Command, example="compilekit explain compilekit.toml")

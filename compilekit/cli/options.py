@@ -128,6 +128,20 @@ def config_argument(function: F) -> F:
     return click.argument("config", type=PATH, metavar="CONFIG")(function)
 
 
+def count_option(
+    name: str, default: int, text: str, *, least: int = 1
+) -> Callable[[F], F]:
+    """An option ``--name N``: a whole number with a default that its help shows."""
+    return click.option(
+        name,
+        type=click.IntRange(min=least),
+        default=default,
+        show_default=True,
+        metavar="N",
+        help=text,
+    )
+
+
 def artifact_argument(function: F) -> F:
     """``ARTIFACT``, a directory that a build wrote."""
     return click.argument("artifact", type=PATH, metavar="ARTIFACT")(function)

@@ -2,8 +2,8 @@
 
 Lifecycle:
     1. `plan.make_plan` lists the jobs (target × entry × bucket).
-    2. One worker process per target compiles them (`compilekit.compiler.worker`); a
-       bucket that kills its worker is reported and the rest gets a new one.
+    2. Worker processes compile them (`compilekit.compiler.workers`); a bucket that
+       kills its worker is reported and the rest gets a new one.
     3. `_gather` merges what the buckets say about their entries, and the artifact is
        written in one step, only when every bucket is there.
     4. `verify` replays every bucket in fresh processes, where the target's CPU is here.
@@ -16,14 +16,9 @@ import dataclasses
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -43,14 +38,12 @@ from compilekit.artifact.manifest import seal_manifest
 from compilekit.artifact.program import entry_from_json, to_json
 from compilekit.artifact.verification import CONFIG_REPORT
 from compilekit.compiler import attest as attestation
+from compilekit.compiler import workers
 from compilekit.compiler.cache import Harvest, build_caches
-from compilekit.compiler.device import cuda_environment
 from compilekit.errors import ConfigError
 from compilekit.events import (
     BuildEvent,
     OnBuildEvent,
-    bucket_result,
-    from_line,
     ignore,
 )
 from compilekit.results import BucketResult, BucketVerified, BuildResult
@@ -107,7 +100,7 @@ def build(
             folder = scratch / target
             made: list[BucketResult] = []
             if "program" in config.build.routes:
-                made = _compile(
+                made = workers.compile_jobs(
                     config, numbered, len(planned.jobs), threads, folder, logs, on_event
                 )
             if "cache" in config.build.routes:
@@ -211,219 +204,6 @@ def _scratch() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compile(
-    config: configuration.Config,
-    jobs: list[tuple[int, plan.Job]],
-    count: int,
-    threads: int,
-    scratch: Path,
-    logs: Path,
-    on_event: OnBuildEvent,
-) -> list[BucketResult]:
-    """Run workers until every job has a result.
-
-    A CPU target's time goes into the C++ compiler, which its worker runs in threads. A
-    GPU target's goes into Python, so its buckets are shared out among workers.
-    """
-    target = targets.load_target(jobs[0][1].target)
-    environment = _environment(scratch, target)
-    workers = min(threads, len(jobs)) if target.kind == "cuda" else 1
-    results: dict[int, BucketResult] = {}
-    running: list[subprocess.Popen[str]] = []
-    stopped = threading.Event()
-    one_at_a_time = threading.Lock()
-
-    def report(event: BuildEvent) -> None:
-        with one_at_a_time:
-            on_event(event)
-
-    def run(number: int) -> None:
-        # Large and small buckets take turns, so that no worker gets all the large ones.
-        waiting = jobs[number::workers]
-        while waiting and not stopped.is_set():
-            _run_worker(
-                config,
-                waiting,
-                count,
-                max(1, threads // workers),
-                scratch,
-                environment,
-                logs,
-                results,
-                running,
-                report,
-            )
-            waiting = [item for item in waiting if item[0] not in results]
-
-    if workers == 1:
-        run(0)
-    else:
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            try:
-                list(pool.map(run, range(workers)))
-            finally:
-                # Ctrl-C comes to this thread, and the others wait for their workers.
-                stopped.set()
-                for worker in running:
-                    if worker.poll() is None:
-                        _kill(worker)
-    return [results[index] for index, _ in jobs]
-
-
-def _run_worker(
-    config: configuration.Config,
-    waiting: list[tuple[int, plan.Job]],
-    count: int,
-    threads: int,
-    scratch: Path,
-    environment: Mapping[str, str],
-    logs: Path,
-    results: dict[int, BucketResult],
-    running: list[subprocess.Popen[str]],
-    on_event: OnBuildEvent,
-) -> None:
-    """Start one worker on the waiting jobs and read its events until it ends."""
-    (scratch / "logs").mkdir(parents=True, exist_ok=True)
-    spec = {
-        "config": str(config.path),
-        "target": waiting[0][1].target,
-        "jobs": [(i, j.entry, j.bucket.name, dict(j.bucket.axes)) for i, j in waiting],
-        "count": count,
-        "threads": threads,
-        "scratch": str(scratch),
-        "parent": os.getpid(),
-    }
-    worker_log = scratch / "logs" / "worker.log"
-    started: list[tuple[int, plan.Job]] = []
-    by_index = dict(waiting)
-    with worker_log.open("ab") as log:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "compilekit.compiler.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            text=True,
-            encoding="utf-8",
-            # Ctrl-C goes to this process, which ends the worker and its compilers.
-            start_new_session=True,
-        )
-        running.append(worker)
-        try:
-            if worker.stdin is None or worker.stdout is None:
-                raise errors.ResourceError("the worker process has no pipes")
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps(spec))
-                worker.stdin.close()
-            for line in worker.stdout:
-                event = from_line(line)
-                if not isinstance(event, BuildEvent):
-                    continue
-                if event.kind == "started" and not event.stage:
-                    started.append((event.index, by_index[event.index]))
-                if event.kind in ("finished", "failed"):
-                    event = _keep_log(event, scratch, logs)
-                    results[event.index] = bucket_result(event)
-                on_event(event)
-            code = worker.wait()
-        finally:
-            _end(worker)
-    if code == 0:
-        return
-    # It died. The bucket it was at, and those whose kernels were still compiling, are
-    # not done; only the one it was at is to blame.
-    index, job = started[-1] if started else waiting[0]
-    if index in results:
-        raise errors.WorkerCrashedError(
-            f"the build's worker process ended with {_death(code)} between buckets",
-            hint=f"Its log is {_kept(worker_log, logs)}.",
-        )
-    log_name = f"{job.entry}-{job.bucket.name}.log" if started else "worker.log"
-    error = _startup_error(worker_log) if not started else None
-    event = BuildEvent(
-        "failed",
-        job.target,
-        job.entry,
-        job.bucket.name,
-        index=index,
-        count=count,
-        message=error
-        or f"the worker ended with {_death(code)} while it compiled this bucket",
-        log=log_name,
-        error_type="WorkerCrashedError",
-        exit_code=errors.WorkerCrashedError.exit_code,
-    )
-    event = _keep_log(event, scratch, logs)
-    results[index] = bucket_result(event)
-    on_event(event)
-    if not started:
-        # It never came to a bucket: the next worker wouldn't either.
-        for other, job in waiting:
-            if other not in results:
-                results[other] = BucketResult(
-                    job.target, job.entry, job.bucket.name, "skipped"
-                )
-
-
-def _environment(scratch: Path, target: targets.Target) -> dict[str, str]:
-    """The worker's environment: its caches lie in the scratch folder.
-
-    For a GPU that isn't here, a stub CUDA runtime is preloaded.
-    """
-    environment = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
-        "TRITON_CACHE_DIR": str(scratch / "triton"),
-        "TMPDIR": str(scratch),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "PYTHONHASHSEED": "0",
-    }
-    if target.kind != "cuda":
-        return environment
-    return cuda_environment(target, scratch, environment)
-
-
-def _end(worker: subprocess.Popen[str]) -> None:
-    """End a worker and every compiler it started."""
-    _kill(worker)
-    worker.wait()
-    if worker.stdout is not None:
-        worker.stdout.close()
-
-
-def _kill(worker: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.pid, signal.SIGKILL)
-
-
-def _death(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"signal {-code}"
-
-
-def _startup_error(log: Path) -> str | None:
-    """The last line a worker printed before it came to its first bucket."""
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return f"the worker couldn't start: {lines[-1]}" if lines else None
-
-
-def _keep_log(event: BuildEvent, scratch: Path, logs: Path) -> BuildEvent:
-    """Copy a failed bucket's log beside the artifact, out of the scratch folder."""
-    if not event.log:
-        return event
-    kept = _kept(scratch / "logs" / event.log, logs)
-    return dataclasses.replace(event, log=str(kept))
-
-
-def _kept(log: Path, logs: Path) -> Path:
-    logs.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copy(log, logs / log.name))
-
-
 def _exit_code(result: BucketResult) -> int:
     kind = getattr(errors, result.error_type, errors.CaptureError)
     return int(kind.exit_code)
@@ -434,7 +214,9 @@ def _both(
 ) -> list[BucketResult]:
     """One result per bucket from those of the two routes; a failure wins."""
     kept = [
-        dataclasses.replace(one, log=str(_kept(Path(one.log), logs)) if one.log else "")
+        dataclasses.replace(
+            one, log=str(workers.keep(Path(one.log), logs)) if one.log else ""
+        )
         if one.status == "failed"
         else dataclasses.replace(one, log="")
         for one in caches

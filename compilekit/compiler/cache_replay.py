@@ -74,14 +74,14 @@ def _calls(config: Any, spec: dict[str, Any]) -> Any:
     """A function that makes the bucket's call, with the same numbers each time."""
     import torch
 
-    from compilekit.compiler import models
+    from compilekit.compiler import examples, models, names
     from compilekit.compiler.cache_worker import compile_entry, grad_mode
 
     entry = config.entries[spec["entry"]]
     bucket = Bucket(spec["bucket"], spec["axes"])
     if entry.warmup:
         where = f"[entries.{entry.name}] warmup"
-        function = models.import_function(config, entry.warmup, where)
+        function = names.import_function(config, entry.warmup, where)
 
         def warm() -> Any:
             torch.manual_seed(0)
@@ -93,7 +93,7 @@ def _calls(config: Any, spec: dict[str, Any]) -> Any:
 
     def call() -> Any:
         torch.manual_seed(0)
-        kwargs = models.example_kwargs(config, entry, bucket, seed=0)
+        kwargs = examples.example_kwargs(config, entry, bucket, seed=0)
         with grad_mode(entry):
             return compiled(**kwargs)
 

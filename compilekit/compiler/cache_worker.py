@@ -227,7 +227,7 @@ def _caller(
         fake: With fake tensors, for a device that isn't here.
     """
     from compilekit._torch.fake import fake_mode_of
-    from compilekit.compiler import models
+    from compilekit.compiler import examples, models, names
 
     compiled: dict[str, Callable[..., Any]] = {}
     model: list[Any] = []
@@ -236,9 +236,7 @@ def _caller(
         entry = config.entries[name]
         if entry.warmup:
             where = f"[entries.{name}] warmup"
-            return models.import_function(config, entry.warmup, where)(
-                dict(bucket.axes)
-            )
+            return names.import_function(config, entry.warmup, where)(dict(bucket.axes))
         if not model:
             model.append(
                 models.build_fake(config, device)
@@ -249,7 +247,9 @@ def _caller(
         if name not in compiled:
             compiled[name] = compile_entry(config, model[0], entry)
         mode = fake_mode_of(model[0]) if fake else None
-        kwargs = models.example_kwargs(config, entry, bucket, fake=mode, device=device)
+        kwargs = examples.example_kwargs(
+            config, entry, bucket, fake=mode, device=device
+        )
         with grad_mode(entry):
             return compiled[name](**kwargs)
 

@@ -46,8 +46,10 @@ from compilekit.artifact.program import (
 )
 from compilekit.compiler import convention
 from compilekit.compiler.attention import Attention, counted, hold_gate
+from compilekit.compiler.examples import example_kwargs
 from compilekit.compiler.harvest import HostCode, host_code
-from compilekit.compiler.models import FOREIGN_ERRORS, entry_callable, example_kwargs
+from compilekit.compiler.models import entry_callable
+from compilekit.compiler.names import FOREIGN_ERRORS
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import (
     CaptureError,

@@ -23,7 +23,8 @@ from compilekit._torch.fake import fake_mode_of
 from compilekit.artifact.program import Program
 from compilekit.buckets import bucket_table
 from compilekit.compiler.convention import output_tensors
-from compilekit.compiler.models import FOREIGN_ERRORS, example_kwargs
+from compilekit.compiler.examples import example_kwargs
+from compilekit.compiler.names import FOREIGN_ERRORS
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import ConfigError
 from compilekit.plan import Bucket

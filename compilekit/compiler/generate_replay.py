@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compilekit.compiler.compare import Difference, compare
-from compilekit.compiler.models import vocabulary_size
+from compilekit.compiler.hugging_face import vocabulary_size
 from compilekit.config import Config, EntryConfig
 from compilekit.plan import Bucket
 from compilekit.runtime.generate import Generation, Step

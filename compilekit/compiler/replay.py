@@ -117,7 +117,7 @@ def _call_check(
     device: str,
 ) -> Callable[[Bucket, int], Difference]:
     """A function that replays a call of a bucket with a seed, whole and padded."""
-    from compilekit.compiler.models import example_kwargs
+    from compilekit.compiler.examples import example_kwargs
 
     def check(bucket: Bucket, seed: int) -> Difference:
         kwargs = example_kwargs(config, entry, bucket, seed=seed, device=device)

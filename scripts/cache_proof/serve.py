@@ -78,7 +78,7 @@ def _calls(config: Any, buckets: list[Any], device: str) -> list[Any]:
     """Functions that make each bucket's call, with the same numbers every time."""
     import torch
 
-    from compilekit.compiler import models
+    from compilekit.compiler import examples, models, names
     from compilekit.compiler.cache_worker import compile_entry, grad_mode
     from compilekit.plan import Bucket
 
@@ -90,9 +90,9 @@ def _calls(config: Any, buckets: list[Any], device: str) -> list[Any]:
         torch.manual_seed(0)
         if entry.warmup:
             where = f"[entries.{entry.name}] warmup"
-            warmup = models.import_function(config, entry.warmup, where)
+            warmup = names.import_function(config, entry.warmup, where)
             return warmup(dict(bucket.axes))
-        kwargs = models.example_kwargs(config, entry, bucket, device=device, seed=0)
+        kwargs = examples.example_kwargs(config, entry, bucket, device=device, seed=0)
         with grad_mode(entry):
             return compiled[entry.name](**kwargs)
 

@@ -95,7 +95,8 @@ def measure(name: str, path: Path) -> dict[str, Any]:
     from compilekit import plan
     from compilekit._torch.native import compile_options, first_configs
     from compilekit.artifact import open_artifact
-    from compilekit.compiler.models import build_real, example_kwargs
+    from compilekit.compiler.examples import example_kwargs
+    from compilekit.compiler.models import build_real
 
     config = configuration.load(HERE / f"{name}.toml")
     model = build_real(config, device="cuda")

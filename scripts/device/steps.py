@@ -24,7 +24,8 @@ import torch
 import compilekit
 from compilekit import config as configuration
 from compilekit.compiler.generate import cache_name
-from compilekit.compiler.models import build_real, vocabulary_size
+from compilekit.compiler.hugging_face import vocabulary_size
+from compilekit.compiler.models import build_real
 
 STEPS = 16
 

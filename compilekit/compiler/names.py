@@ -1,0 +1,127 @@
+"""What names in a configuration stand for: functions, directories, dtypes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compilekit.config import Config
+from compilekit.errors import ConfigError
+
+# What code that isn't ours raises when it's wrong: a factory, a transformers class.
+FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+def import_function(config: Config, source: str, where: str) -> Callable[..., Any]:
+    """The function that ``package.module:function`` in a configuration names.
+
+    Raises:
+        ConfigError: there is none, or its module can't be imported.
+    """
+    module_name, _, name = source.partition(":")
+    if not module_name or not name:
+        raise ConfigError(
+            f"{where}: expected package.module:function, found {source!r}"
+        )
+    # The configuration's folder stays on the path: user code imports lazily as well.
+    folder = str(config.path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except FOREIGN_ERRORS as exc:
+        raise ConfigError(
+            f"{where}: can't import {module_name!r}: {type(exc).__name__}: {exc}",
+            hint=f"Modules are looked for in {folder} and the installed packages.",
+        ) from exc
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{where}: module {module_name!r} has no function {name!r}",
+            hint=nearest(name, dir(module)),
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def model_directory(config: Config, location: str) -> Path | None:
+    """Find the local directory (or file) that a source or ``weights`` value means.
+
+    Args:
+        config: The configuration; relative paths are relative to its folder.
+        location: A path, a Hugging Face id, or ``package:NAME/DIR`` for data that an
+            installed Python package ships (the package isn't imported).
+    Returns:
+        The directory, or None if `location` can only be a Hugging Face id.
+    Raises:
+        ConfigError: there is no such directory or package.
+    """
+    if location.startswith("package:"):
+        return _package_data(location)
+    path = config.path.parent / Path(location).expanduser()
+    if path.exists():
+        return path.resolve()
+    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", location):
+        return None
+    raise ConfigError(f"no such directory: {path}")
+
+
+def _package_data(location: str) -> Path:
+    name, _, inside = location.removeprefix("package:").partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None:
+        raise ConfigError(
+            f"{location!r}: no Python package {name!r} is installed",
+            hint="Install it, or name a directory.",
+        )
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder, inside)
+        if path.exists():
+            return path.resolve()
+    raise ConfigError(f"{location!r}: package {name!r} has no {inside!r}")
+
+
+def torch_dtype(name: str, where: str) -> torch.dtype:
+    """The torch dtype called `name`; `where` names the place in the configuration."""
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    known = [key for key in dir(torch) if isinstance(getattr(torch, key), torch.dtype)]
+    raise ConfigError(f"{where}: {name!r} is no torch dtype", hint=nearest(name, known))
+
+
+def model_dtype(config: Config) -> torch.dtype | None:
+    """The dtype that ``[model] dtype`` names; None if it leaves it to the model."""
+    if not config.model.dtype:
+        return None
+    dtype = torch_dtype(config.model.dtype, "[model] dtype")
+    if not dtype.is_floating_point:
+        raise ConfigError(
+            f"[model] dtype: expected a floating-point dtype, found {dtype}"
+        )
+    return dtype
+
+
+def nearest(name: str, known: Any) -> str:
+    """A hint that names what was probably meant; empty if nothing is close."""
+    close = difflib.get_close_matches(name, [str(key) for key in known], n=1)
+    return f"Did you mean {close[0]!r}?" if close else ""
