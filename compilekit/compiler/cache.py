@@ -17,14 +17,10 @@ unless every bucket succeeded in each process.
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import json
 import os
 import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,10 +36,10 @@ from compilekit.artifact.cache import (
     cache_path,
     cache_to_json,
 )
-from compilekit.compiler import cache_harvest
+from compilekit.compiler import cache_harvest, workers
 from compilekit.compiler.device import cuda_environment
 from compilekit.errors import ConfigError, HarvestError, NeedsDeviceError
-from compilekit.events import BuildEvent, OnBuildEvent, bucket_result, from_line
+from compilekit.events import BuildEvent, OnBuildEvent, bucket_result
 from compilekit.results import BucketResult
 
 _VARIANTS = 8
@@ -249,38 +245,14 @@ def _run(
     """One worker process from start to end; its results in the order of the jobs."""
     found: dict[int, BucketResult] = {}
     log = scratch / f"{spec['phase']}.log"
-    with log.open("ab") as stream:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "compilekit.compiler.cache_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stream,
-            env=environment,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-        try:
-            if worker.stdin is None or worker.stdout is None:
-                raise HarvestError("the worker process has no pipes")
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps(spec))
-                worker.stdin.close()
-            for line in worker.stdout:
-                event = from_line(line)
-                if not isinstance(event, BuildEvent):
-                    continue
-                if event.kind in ("finished", "failed"):
-                    event = dataclasses.replace(event, log=str(log))
-                    found[event.index] = bucket_result(event)
-                on_event(event)
-            code = worker.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)
-            worker.wait()
-            if worker.stdout is not None:
-                worker.stdout.close()
+    module = "compilekit.compiler.cache_worker"
+    with workers.at_work(module, spec, environment, log) as worker:
+        for event in workers.events(worker):
+            if event.kind in ("finished", "failed"):
+                event = dataclasses.replace(event, log=str(log))
+                found[event.index] = bucket_result(event)
+            on_event(event)
+        code = worker.wait()
     for index, job in jobs:
         if index not in found or (code != 0 and found[index].status != "failed"):
             lines = log.read_text(errors="replace").strip().splitlines() or [""]

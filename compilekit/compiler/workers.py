@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from compilekit import config as configuration
 from compilekit import errors, plan, targets
@@ -111,38 +112,16 @@ def _run_worker(
     worker_log = scratch / "logs" / "worker.log"
     started: list[tuple[int, plan.Job]] = []
     by_index = dict(waiting)
-    with worker_log.open("ab") as log:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "compilekit.compiler.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            text=True,
-            encoding="utf-8",
-            # Ctrl-C goes to this process, which ends the worker and its compilers.
-            start_new_session=True,
-        )
-        running.append(worker)
-        try:
-            if worker.stdin is None or worker.stdout is None:
-                raise errors.ResourceError("the worker process has no pipes")
-            with contextlib.suppress(BrokenPipeError):
-                worker.stdin.write(json.dumps(spec))
-                worker.stdin.close()
-            for line in worker.stdout:
-                event = from_line(line)
-                if not isinstance(event, BuildEvent):
-                    continue
-                if event.kind == "started" and not event.stage:
-                    started.append((event.index, by_index[event.index]))
-                if event.kind in ("finished", "failed"):
-                    event = _keep_log(event, scratch, logs)
-                    results[event.index] = bucket_result(event)
-                on_event(event)
-            code = worker.wait()
-        finally:
-            _end(worker)
+    module = "compilekit.compiler.worker"
+    with at_work(module, spec, environment, worker_log, running) as worker:
+        for event in events(worker):
+            if event.kind == "started" and not event.stage:
+                started.append((event.index, by_index[event.index]))
+            if event.kind in ("finished", "failed"):
+                event = _keep_log(event, scratch, logs)
+                results[event.index] = bucket_result(event)
+            on_event(event)
+        code = worker.wait()
     if code == 0:
         return
     # It died. The bucket it was at, and those whose kernels were still compiling, are
@@ -178,6 +157,54 @@ def _run_worker(
                 results[other] = BucketResult(
                     job.target, job.entry, job.bucket.name, "skipped"
                 )
+
+
+@contextlib.contextmanager
+def at_work(
+    module: str,
+    spec: Mapping[str, Any],
+    environment: Mapping[str, str],
+    log: Path,
+    running: list[subprocess.Popen[str]] | None = None,
+) -> Iterator[subprocess.Popen[str]]:
+    """A worker process that was given its work; it ends with the block.
+
+    Args:
+        module: What it runs, with `spec` as JSON on its standard input.
+        log: Its standard error is added there.
+        running: It is noted there as soon as it exists.
+    """
+    with log.open("ab") as stream:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            env=environment,
+            text=True,
+            encoding="utf-8",
+            # Ctrl-C goes to this process, which ends the worker and its compilers.
+            start_new_session=True,
+        )
+        if running is not None:
+            running.append(worker)
+        try:
+            if worker.stdin is None:
+                raise errors.ResourceError("the worker process has no pipes")
+            with contextlib.suppress(BrokenPipeError):
+                worker.stdin.write(json.dumps(spec))
+                worker.stdin.close()
+            yield worker
+        finally:
+            _end(worker)
+
+
+def events(worker: subprocess.Popen[str]) -> Iterator[BuildEvent]:
+    """What a worker says, until it ends."""
+    for line in worker.stdout or ():
+        event = from_line(line)
+        if isinstance(event, BuildEvent):
+            yield event
 
 
 def worker_environment(scratch: Path, target: targets.Target) -> dict[str, str]:
