@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,6 +79,23 @@ def test_what_is_replaced_in_torch_is_put_back(
     )
     patches.close()
     assert [getattr(owner, name) for owner, name in places] == before
+
+
+def test_a_refusal_to_cache_names_the_object(patches: contextlib.ExitStack) -> None:
+    """Where a key can't be pickled, the type of what couldn't be is in the reason."""
+    from torch._inductor.codecache import BypassFxGraphCache, FxGraphCachePickler
+    from torch.fx import GraphModule
+
+    from compilekit._torch.caches import events
+
+    seen: list[tuple[str, str]] = []
+    events.watch(patches, lambda *_: None, lambda *event: seen.append(event))
+    pickler = FxGraphCachePickler(GraphModule({}, torch.fx.Graph()))
+    with pytest.raises(BypassFxGraphCache):
+        pickler.dumps(threading.Lock())
+    [(kind, reason)] = seen
+    assert kind == "bypass"
+    assert "lock" in reason
 
 
 @pytest.mark.slow

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,8 @@ def test_the_runtime_reads_its_own_variables_only() -> None:
         "TORCHINDUCTOR_CACHE_DIR",
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
         "TRITON_CACHE_DIR",
+        # torchrun's, for caches that were built as one rank of several.
+        "WORLD_SIZE",
     }
     assert "COMPILEKIT_ARTIFACT" in found
 
@@ -348,3 +353,124 @@ def test_a_parameter_of_several_ranks(tmp_path: Path) -> None:
             make_fake(model, new_fake_mode(), "cpu")
     finally:
         distributed.destroy_process_group()
+
+
+RANKS = """
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import parallel
+
+distributed.init_process_group("gloo")
+
+@torch.compile
+def reduce(x):
+    y = x.relu()
+    distributed.all_reduce(y)
+    return y + 1
+
+def collective(axes):
+    with torch.no_grad():
+        return reduce(torch.ones(axes["n"]))
+
+def sharded(axes):
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = torch.compile(parallel.parallelize_module(model, mesh, plan))
+    with torch.no_grad():
+        return model(torch.ones(axes["n"], 8))
+"""
+OF_RANKS = """
+[axes]
+n = [4]
+[entries.step]
+warmup = "several_ranks:NAME"
+[build]
+targets = ["native"]
+routes = ["cache"]
+"""
+
+
+def build_as_ranks(folder: Path, entry: str) -> list[subprocess.CompletedProcess[str]]:
+    """Two builds at once that are two ranks of one job, each with its own place."""
+    (folder / "several_ranks.py").write_text(RANKS)
+    (folder / "compilekit.toml").write_text(OF_RANKS.replace("NAME", entry))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base = [
+        sys.executable,
+        "-m",
+        "compilekit",
+        "build",
+        str(folder / "compilekit.toml"),
+    ]
+
+    def one(rank: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*base, "-o", str(folder / f"artifact-{rank}"), "--no-verify", "--json"],
+            env={**os.environ, **job, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(one, range(2)))
+
+
+@pytest.mark.long
+def test_ranks_whose_keys_differ_in_each_process(tmp_path: Path) -> None:
+    """torch's key of a distributed tensor fits one process: each rank's build says so,
+    with the rank and the object's type, where torch stores what nobody finds again."""
+    for rank, done in enumerate(build_as_ranks(tmp_path, "sharded")):
+        assert done.returncode == 4, done.stderr
+        [bucket] = json.loads(done.stdout)["result"]["buckets"]
+        assert bucket["error"].startswith(f"rank {rank} of 2: "), bucket
+        assert "DTensor" in bucket["error"]
+        assert not (tmp_path / f"artifact-{rank}").exists()
+
+
+@pytest.mark.long
+def test_each_rank_has_its_artifact(tmp_path: Path) -> None:
+    """Where keys are stable, each rank's caches say whose they are."""
+    from compilekit.artifact import open_artifact
+    from compilekit.runtime.restore import read_cache
+
+    for rank, done in enumerate(build_as_ranks(tmp_path, "collective")):
+        assert done.returncode == 0, done.stderr
+        artifact = open_artifact(tmp_path / f"artifact-{rank}")
+        assert read_cache(artifact)[1].layout == {"rank": rank, "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("layout", "variables", "found"),
+    [
+        ({}, {"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"rank": 1, "world_size": 2}, {"RANK": "1", "WORLD_SIZE": "2"}, None),
+        ({"rank": 1, "world_size": 2}, {"RANK": "0", "WORLD_SIZE": "2"}, "0 of 2"),
+        ({"rank": 1, "world_size": 2}, {"RANK": "1", "WORLD_SIZE": "4"}, "1 of 4"),
+        ({"rank": 1, "world_size": 2}, {}, "none"),
+    ],
+)
+def test_caches_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: dict[str, int],
+    variables: dict[str, str],
+    found: str | None,
+) -> None:
+    """They are refused in another rank and outside; a lone process's fit any rank."""
+    from compilekit.runtime.cache_check import rank_mismatches
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    mismatches = rank_mismatches(layout)
+    assert [one.verdict for one in mismatches] == ([] if found is None else ["refuse"])
+    assert [(one.artifact, one.here) for one in mismatches] == (
+        [] if found is None else [("1 of 2", found)]
+    )

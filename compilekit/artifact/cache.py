@@ -64,7 +64,8 @@ class Cache(NamedTuple):
         traced: Frames that torch traces again at every start → why.
         factors: What the caches depend on beyond the manifest's factors.
         recompile_limit: Variants of one function that Dynamo must allow.
-        layout: Reserved, as in the manifest.
+        layout: ``rank`` and ``world_size`` of the process that was built, if it was one
+            of several; else nothing.
     """
 
     target: str

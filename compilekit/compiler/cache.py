@@ -210,6 +210,7 @@ def _described(
         traced=json.loads((scratch / "traced.json").read_bytes()),
         factors=json.loads((scratch / "factors.json").read_bytes()),
         recompile_limit=spec["recompile_limit"],
+        layout=json.loads((scratch / "layout.json").read_bytes()),
     )
     made[cache_path(target)] = canonical.encode(cache_to_json(cache))
     return made

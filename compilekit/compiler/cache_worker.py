@@ -7,13 +7,15 @@ standard output, and leaves its results in a scratch folder. It runs twice:
                compiled.json
     packages   again with Dynamo's package recorder: packages.pickle, operators, traced
 
-A graph that torch refuses to cache fails its bucket, with torch's reason, and so does
-one graph break more than ``[gates] graph_breaks`` allows.
+A graph that torch refuses to cache fails its bucket, with torch's reason; so does one
+that the second process looks up by another key, and one graph break more than
+``[gates] graph_breaks`` allows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -30,6 +32,7 @@ from compilekit import config as configuration
 from compilekit.errors import CompilekitError, GraphBreakError, HarvestError
 from compilekit.events import BuildEvent, to_line
 from compilekit.plan import Bucket
+from compilekit.runtime.reasons import Stored, explain_miss
 from compilekit.targets import load_target
 
 
@@ -40,12 +43,14 @@ class Seen:
     Attributes:
         bucket: ``entry/bucket``.
         bypasses: Why torch refused to cache a graph, for each.
+        compiles: Graphs that Inductor compiled.
         keys: What was looked up for the first time.
         frames: Each frame that Dynamo traced → how often.
     """
 
     bucket: str = ""
     bypasses: list[str] = field(default_factory=list)
+    compiles: int = 0
     keys: list[dict[str, Any]] = field(default_factory=list)
     frames: Counter[str] = field(default_factory=Counter)
 
@@ -89,10 +94,11 @@ def run(
     recorder = package_record.record() if spec["phase"] == "packages" else None
     settings.compile_all_buckets_once(patches, spec["recompile_limit"])
     kernels.record(patches, folder / "kernels")
-    known: set[str] = set()
+    stored = [] if recorder is None else _stored_keys(folder)
+    known = {key.key for key in stored}
 
     def unseen(kind: str, key: str) -> bool:
-        new = recorder is None and key not in known
+        new = key not in known and (recorder is None or kind == "FX graph")
         known.add(key)
         return new
 
@@ -106,6 +112,7 @@ def run(
     def on_event(kind: str, detail: str) -> None:
         if kind == "bypass" and recorder is None:
             seen.bypasses.append(detail)
+        seen.compiles += kind == "compile"
 
     events.watch(patches, on_frame, on_event)
     broken = breaks.Recorder()
@@ -130,6 +137,8 @@ def run(
             call(entry, Bucket(name, axes), folder)
             places = _hold_breaks(broken.breaks, config)
             _refuse_bypassed(seen.bypasses)
+            if recorder is not None:
+                _refuse_missed(seen, stored)
         except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
             emit(_failed(about, exc, began))
             continue
@@ -157,6 +166,7 @@ def run(
         found = [key for one in everything for key in one.keys]
         (folder / "keys.json").write_text(json.dumps(found), encoding="utf-8")
         (folder / "factors.json").write_text(json.dumps(_factors()), encoding="utf-8")
+        (folder / "layout.json").write_text(json.dumps(_rank()), encoding="utf-8")
         report = json.dumps(compiled, indent=2) + "\n"
         (folder / "compiled.json").write_text(report, encoding="utf-8")
     else:
@@ -174,6 +184,42 @@ def _key_of(key: Any, bucket: str) -> dict[str, Any]:
         "bucket": bucket,
         "components": {n: [c.hash, c.text] for n, c in key.components.items()},
     }
+
+
+def _stored_keys(folder: Path) -> list[Stored]:
+    """Keys of the graphs that the first process compiled, and so has stored.
+
+    AOTAutograd's aren't among them: with the recorder its keys hold a random name.
+    """
+    return [
+        Stored(key["key"], key["bucket"], functools.partial(key.get, "components"))
+        for key in json.loads((folder / "keys.json").read_bytes())
+        if key["kind"] == "FX graph"
+    ]
+
+
+def _rank() -> dict[str, int]:
+    """This process's place among those of its job; nothing where it is alone."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return {}
+    size = distributed.get_world_size()
+    return {"rank": distributed.get_rank(), "world_size": size} if size > 1 else {}
+
+
+def _refuse_missed(seen: Seen, stored: list[Stored]) -> None:
+    """Refuse a bucket with a graph that a second process doesn't find again."""
+    if not seen.compiles:
+        return
+    reason = "torch stored nothing under its key"
+    if seen.keys:
+        reason = explain_miss("FX graph", seen.keys[0]["components"], stored)
+    raise HarvestError(
+        f"a second process compiles a graph that the first one stored: {reason}",
+        hint="Each start would compile it anew. Keep what differs between processes"
+        " out of the compiled code.",
+    )
 
 
 def _refuse_bypassed(bypasses: list[str]) -> None:
@@ -298,6 +344,8 @@ def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:
     message = str(exc)
     if not isinstance(exc, CompilekitError):
         message = f"{type(exc).__name__}: {message}"
+    if rank := _rank():
+        message = f"rank {rank['rank']} of {rank['world_size']}: {message}"
     return replace(
         about,
         kind="failed",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ def cache_mismatches(cache: Cache) -> list[Mismatch]:
     # Without C++ kernels (a GPU's caches) nothing depends on the CPU that compiled.
     found = _cpu(factors) if cache.kernels else []
     found += _versions(factors)
+    found += rank_mismatches(cache.layout)
     if factors["cache.threads"] != torch.get_num_threads():
         found.append(
             Mismatch(
@@ -34,6 +37,35 @@ def cache_mismatches(cache: Cache) -> list[Mismatch]:
             )
         )
     return found
+
+
+def rank_mismatches(layout: Mapping[str, Any]) -> list[Mismatch]:
+    """One rank's caches in the process of another, or of none.
+
+    Caches of a process that was alone fit any: a job of several may well run copies.
+    """
+    if not layout:
+        return []
+    built = f"{layout['rank']} of {layout['world_size']}"
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        here = f"{distributed.get_rank()} of {distributed.get_world_size()}"
+    else:
+        # What torchrun says before the process has joined.
+        known = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+        here = " of ".join(known) if all(known) else "none"
+    if here == built:
+        return []
+    return [
+        Mismatch(
+            "cache.rank",
+            built,
+            here,
+            "refuse",
+            "The code is that of one rank: its part of the model, its peers.",
+            "Restore each rank from the artifact that was built as that rank.",
+        )
+    ]
 
 
 def _cpu(factors: Any) -> list[Mismatch]:

@@ -13,6 +13,7 @@ Kernel builds come from `kernels.serve`, missed keys from `keys.watch`.
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -94,13 +95,21 @@ def _or_ours(wrapper: Any) -> Callable[[Exception, Any], Exception]:
 
 
 def _reporting_init(kind: type[Exception], on_event: OnEvent) -> Callable[..., None]:
-    """Report every exception of a kind: torch catches them and goes on."""
+    """Report every exception of a kind: torch catches them and goes on.
+
+    One that is made while another is handled ("Failed to pickle cache key") says
+    nothing of what the other names: the object's type.
+    """
 
     def init(self: Exception, *args: Any) -> None:
         Exception.__init__(self, *args)
         # A miss of the FX graph cache is raised as one, too; it has its own reason.
         if type(self) is kind:
-            on_event("bypass", str(args[0]) if args else kind.__name__)
+            reason = str(args[0]) if args else kind.__name__
+            cause = sys.exception()
+            if cause is not None:
+                reason += f" ({type(cause).__name__}: {cause})"
+            on_event("bypass", reason)
 
     return init
 
