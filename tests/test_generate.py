@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import emulated_graphs
 import pytest
 import torch
 
@@ -261,6 +262,83 @@ def test_activation_checkpointing_is_noticed(artifact: Path, model: Any) -> None
     model.gradient_checkpointing_enable()
     with pytest.raises(MismatchError, match="gradient_checkpointing"):
         generate(model, batch([5]), 2)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> emulated_graphs.Device:
+    """Attaches from now on capture graphs, on an emulated device."""
+    from compilekit.runtime import attach, program
+
+    device = emulated_graphs.Device()
+    device.install(monkeypatch)
+    for name in ("load_program", "lazy_program"):
+        load = getattr(program, name)
+
+        def on_device(*args: Any, load: Any = load) -> Any:
+            return device.program(load(*args))
+
+        monkeypatch.setattr(attach, name, on_device)
+    monkeypatch.setattr(attach, "_uses_graphs", lambda *_: True)
+    return device
+
+
+@pytest.mark.parametrize("loading", ["eager", "lazy"])
+def test_one_graph_for_each_bucket(
+    artifact: Path,
+    model: Any,
+    eager: Any,
+    device: emulated_graphs.Device,
+    loading: Any,
+) -> None:
+    """Prompts of fifteen lengths replay the graphs that the buckets have, no others."""
+    receipt = compilekit.attach(model, artifact, loading=loading, require="program")
+    buckets = {f"{route.entry}/{route.bucket}" for route in receipt.routes}
+    assert set(receipt.graphs) == (set() if loading == "lazy" else buckets)
+    for length in [1, 2, 3, 5, 8, 13, 16, 17, 20, 21, 30, 33, 7, 9, 11]:
+        inputs = batch([length, 1], length)
+        expected = generate(eager, inputs, 12)
+        assert torch.equal(generate(model, inputs, 12), expected), length
+    assert set(receipt.graphs) == buckets
+    assert device.captured == len(buckets)
+    warm = device.captured if loading == "lazy" else 0
+    assert device.replayed == sum(receipt.calls.values()) - warm
+
+
+def test_graphs_follow_replaced_weights(
+    artifact: Path, model: Any, eager: Any, device: emulated_graphs.Device
+) -> None:
+    """Weights at another address reach every graph that is used from then on."""
+    compilekit.attach(model, artifact)
+    captured, inputs = device.captured, batch([9, 4])
+    before = generate(eager, inputs)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        other = torch.nn.Parameter(torch.randn_like(eager.lm_head.weight))
+        changed = copy.deepcopy(eager)
+        model.lm_head.weight = changed.lm_head.weight = other
+        expected = generate(changed, inputs)
+        assert not torch.equal(expected, before)
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs), expected)
+        # One prefill and one decode bucket are in use.
+        captured += 2
+        assert device.captured == captured
+
+
+def test_a_second_cache_runs_without_graphs(
+    artifact: Path, model: Any, eager: Any, device: emulated_graphs.Device
+) -> None:
+    """What generates while another cache is kept has memory that no graph knows."""
+    compilekit.attach(model, artifact)
+    inputs = batch([9])
+    kept = model.forward.new_cache(1, 24)
+    expected = generate(eager, inputs)
+    before = device.captured, device.replayed
+    assert torch.equal(generate(model, inputs), expected)
+    assert (device.captured, device.replayed) == before
+    del kept
+    assert torch.equal(generate(model, inputs), expected)
+    assert device.replayed > before[1]
 
 
 def test_long_prompt_without_chunks(
