@@ -45,17 +45,30 @@ def attested(tmp_path: Path) -> Artifact:
     )
 
 
-def test_the_statement_is_about_the_artifact(attested: Artifact) -> None:
-    """Its subject is the manifest, by the file's sha256 and the artifact's digest."""
+def hold_to_standards(artifact: Artifact) -> Any:
+    """Hold both documents to their libraries' definitions; the statement's fields."""
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
     from google.protobuf import json_format
+    from in_toto_attestation.predicates.provenance.v1 import provenance_pb2
     from in_toto_attestation.v1 import statement_pb2
     from in_toto_attestation.v1.statement import Statement
 
-    text = attested.read(attest.PROVENANCE)
-    parsed: Any = statement_pb2
-    message = json_format.Parse(text, parsed.Statement())
+    text = artifact.read(attest.PROVENANCE)
+    messages: Any = (statement_pb2, provenance_pb2)
+    message = json_format.Parse(text, messages[0].Statement())
     Statement.copy_from_pb(message).validate()
     fields = json.loads(text)
+    # A field that SLSA doesn't know is an error.
+    json_format.ParseDict(fields["predicate"], messages[1].Provenance())
+    validator = JsonStrictValidator(SchemaVersion.V1_5)
+    assert validator.validate_str(artifact.read(attest.SBOM).decode()) is None
+    return fields
+
+
+def test_the_statement_is_about_the_artifact(attested: Artifact) -> None:
+    """Its subject is the manifest, by the file's sha256 and the artifact's digest."""
+    fields = hold_to_standards(attested)
     manifest = (attested.root / "manifest.json").read_bytes()
     assert fields["_type"] == "https://in-toto.io/Statement/v1"
     assert fields["predicateType"] == attest.PREDICATE
@@ -82,6 +95,7 @@ def test_the_bill_is_valid(attested: Artifact) -> None:
     """CycloneDX's own reader takes it, and it lists what was installed."""
     from cyclonedx.model.bom import Bom
 
+    hold_to_standards(attested)
     fields = json.loads(attested.read(attest.SBOM))
     assert (fields["bomFormat"], fields["specVersion"]) == ("CycloneDX", "1.5")
     assert fields["metadata"]["component"]["version"] == attested.digest

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "http://127.0.0.1:8000"
+# An image's PATH need not have it.
+CHROOT = shutil.which("chroot") or "/usr/sbin/chroot"
 ODD = "größe und 模型"
 
 
@@ -49,14 +51,38 @@ class Stage(NamedTuple):
     settings: dict[str, str]
 
 
-# Name → what is mounted over the read-only root, and the artifact's place in it.
+class Condition(NamedTuple):
+    """What a start meets besides a read-only root.
+
+    Attributes:
+        place: Where a file system in memory is mounted; "" mounts none.
+        options: How.
+        artifact: Where in it the artifact is copied to; "" uses the image's own.
+        before: Shell words that change the copy.
+        refused: What the start must say, if it must end before it listens.
+    """
+
+    place: str = ""
+    options: str = ""
+    artifact: str = ""
+    before: str = ""
+    refused: str = ""
+
+
+_COPIED = Condition("/mnt", "size=64m", "/mnt/artifact")
 CONDITIONS = {
-    "read-only root, /tmp of 64 MiB mounted noexec": ("/tmp", "size=64m,noexec", ""),
-    "artifact on a noexec file system": ("/mnt", "size=64m,noexec", "/mnt/artifact"),
-    "a path with spaces and other letters": (
-        "/mnt",
-        "size=64m",
-        f"/mnt/{ODD}/artifact",
+    "nothing writable but /dev/shm": Condition(),
+    "/tmp of 64 MiB mounted noexec": Condition("/tmp", "size=64m,noexec"),
+    "artifact on a noexec file system": _COPIED._replace(options="size=64m,noexec"),
+    "a path with spaces and other letters": _COPIED._replace(
+        artifact=f"/mnt/{ODD}/artifact"
+    ),
+    "a kernel cut short": _COPIED._replace(
+        before="truncate -s -1 $(ls kernels/*.so | head -n 1)",
+        refused="kernels/",
+    ),
+    "an artifact that nobody verified": _COPIED._replace(
+        before="rm ../artifact.verified.json", refused="verified"
     ),
 }
 
@@ -145,9 +171,7 @@ def run(stage: Stage, command: str, share: list[Path]) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch()
         mounts.append(shared(path, place))
-    enter = (
-        f"exec chroot {shlex.quote(str(stage.root))} /bin/sh -ec {shlex.quote(command)}"
-    )
+    enter = f"exec {CHROOT} {shlex.quote(str(stage.root))} /bin/sh -ec {shlex.quote(command)}"
     network = {
         name: value
         for name, value in os.environ.items()
@@ -223,9 +247,9 @@ def serve(folder: Path) -> int:
     for finding in look(stage):
         print(finding)
     failed = 0
-    for name, (place, options, artifact) in CONDITIONS.items():
+    for name, condition in CONDITIONS.items():
         try:
-            print(f"{name}: {one_start(stage, place, options, artifact)}", flush=True)
+            print(f"{name}: {one_start(stage, condition)}", flush=True)
         except (OSError, ValueError, TimeoutError) as exc:
             failed += 1
             print(f"{name}: FAILED {exc}", flush=True)
@@ -254,56 +278,70 @@ def look(stage: Stage) -> list[str]:
     ]
 
 
-def one_start(stage: Stage, place: str, options: str, artifact: str) -> str:
+def one_start(stage: Stage, condition: Condition) -> str:
     """Start the CMD in the root, ask it, end it; what it took."""
-    command = json.loads(stage.settings["CMD"])
-    root = shlex.quote(str(stage.root))
-    mounts = [
-        f"mount --bind {root} {root}",
-        f"mount -o remount,bind,ro {root}",
-        f"mount -t proc proc {root}/proc",
-        f"mount --rbind /dev {root}/dev",
-        f"mount -t tmpfs -o size=16m tmpfs {root}/dev/shm",
-        f"mount -t tmpfs -o {options},mode=1777 tmpfs {root}{place}",
-    ]
-    if artifact:
-        there = shlex.quote(f"{stage.root}{artifact}")
-        mounts.append(f"mkdir -p {there}")
-        mounts.append(f"cp -a {root}/model/artifact/. {there}/")
-        mounts.append(
-            f"cp -a {root}/model/artifact.verified.json {there}.verified.json"
-        )
-        command = [artifact if word == "/model/artifact" else word for word in command]
-    user = stage.settings["USER"]
-    words = (
-        shlex.join(["cd", stage.settings["WORKDIR"]])
-        + " && exec "
-        + shlex.join(command)
-    )
-    mounts.append(
-        f"exec chroot --userspec={user}:{user} --groups= {root} /bin/sh -c {shlex.quote(words)}"
-    )
     began = time.perf_counter()
     log = stage.root.parent / "serve.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-ec", "\n".join(mounts)],
+            ["unshare", "--mount", "sh", "-ec", starting(stage, condition)],
             env=stage.environment,
             stdout=stream,
             stderr=subprocess.STDOUT,
         )
     try:
+        if condition.refused:
+            return refused(process.wait(120), log, condition.refused)
         wait_until_ready(process, log)
         ready = time.perf_counter() - began
         answer = ask({"input_ids": [[101, 7592, 2088, 102], [101, 2748, 999, 102]]})
         sizes = [len(row) for row in answer["embeddings"]]
-        refused = status_of({"input_ids": [[101] * 999]})
+        too_long = status_of({"input_ids": [[101] * 999]})
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
-    if sizes != [384, 384] or refused != 413 or process.returncode not in (0, -15):
-        raise ValueError(f"{sizes}, {refused}, exit code {process.returncode}")
+    if sizes != [384, 384] or too_long != 413 or process.returncode not in (0, -15):
+        raise ValueError(f"{sizes}, {too_long}, exit code {process.returncode}")
     return f"ready after {ready:.1f} s, 2 embeddings, too long a text is 413"
+
+
+def starting(stage: Stage, condition: Condition) -> str:
+    """Shell words that make the condition and become the service."""
+    command = json.loads(stage.settings["CMD"])
+    root = shlex.quote(str(stage.root))
+    lines = [
+        f"mount --bind {root} {root}",
+        f"mount -o remount,bind,ro {root}",
+        f"mount -t proc proc {root}/proc",
+        f"mount --rbind /dev {root}/dev",
+        f"mount -t tmpfs -o size=16m tmpfs {root}/dev/shm",
+    ]
+    if condition.place:
+        options = f"{condition.options},mode=1777"
+        lines.append(f"mount -t tmpfs -o {options} tmpfs {root}{condition.place}")
+    if condition.artifact:
+        there = shlex.quote(f"{stage.root}{condition.artifact}")
+        lines += [
+            f"mkdir -p {there}",
+            f"cp -a {root}/model/artifact/. {there}/",
+            f"cp -a {root}/model/artifact.verified.json {there}.verified.json",
+            f"(cd {there}; {condition.before or ':'})",
+        ]
+        own = "/model/artifact"
+        command = [condition.artifact if word == own else word for word in command]
+    user, folder = stage.settings["USER"], shlex.quote(stage.settings["WORKDIR"])
+    service = shlex.quote(f"cd {folder} && exec {shlex.join(command)}")
+    enter = f"exec {CHROOT} --userspec={user}:{user} --groups= {root}"
+    return "\n".join([*lines, f"{enter} /bin/sh -c {service}"])
+
+
+def refused(code: int, log: Path, reason: str) -> str:
+    """A start that ended by itself, with the reason in its last words."""
+    said = log.read_text(errors="replace")
+    if code == 0 or reason not in said or "Listening" in said:
+        raise ValueError(f"exit code {code}: {said[-2000:]}")
+    first = next(line for line in said.splitlines() if reason in line)
+    return f"refused with exit code {code}: {first.strip()}"
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
