@@ -35,6 +35,9 @@ from compilekit.plan import Bucket
 from compilekit.runtime.reasons import Stored, explain_miss
 from compilekit.targets import load_target
 
+# The kind of key under which Inductor's output is stored.
+_GRAPH = "FX graph"
+
 
 @dataclass
 class Seen:
@@ -94,11 +97,12 @@ def run(
     recorder = package_record.record() if spec["phase"] == "packages" else None
     settings.compile_all_buckets_once(patches, spec["recompile_limit"])
     kernels.record(patches, folder / "kernels")
-    stored = [] if recorder is None else _stored_keys(folder)
-    known = {key.key for key in stored}
+    first = [] if recorder is None else json.loads((folder / "keys.json").read_bytes())
+    known = {key["key"] for key in first}
 
     def unseen(kind: str, key: str) -> bool:
-        new = key not in known and (recorder is None or kind == "FX graph")
+        # With the recorder AOTAutograd's keys hold a random name.
+        new = key not in known and (recorder is None or kind == _GRAPH)
         known.add(key)
         return new
 
@@ -138,7 +142,7 @@ def run(
             places = _hold_breaks(broken.breaks, config)
             _refuse_bypassed(seen.bypasses)
             if recorder is not None:
-                _refuse_missed(seen, stored)
+                _refuse_missed(seen, first)
         except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
             emit(_failed(about, exc, began))
             continue
@@ -183,19 +187,8 @@ def _key_of(key: Any, bucket: str) -> dict[str, Any]:
         "key": key.key,
         "bucket": bucket,
         "components": {n: [c.hash, c.text] for n, c in key.components.items()},
+        "subclasses": key.subclasses,
     }
-
-
-def _stored_keys(folder: Path) -> list[Stored]:
-    """Keys of the graphs that the first process compiled, and so has stored.
-
-    AOTAutograd's aren't among them: with the recorder its keys hold a random name.
-    """
-    return [
-        Stored(key["key"], key["bucket"], functools.partial(key.get, "components"))
-        for key in json.loads((folder / "keys.json").read_bytes())
-        if key["kind"] == "FX graph"
-    ]
 
 
 def _rank() -> dict[str, int]:
@@ -208,13 +201,26 @@ def _rank() -> dict[str, int]:
     return {"rank": distributed.get_rank(), "world_size": size} if size > 1 else {}
 
 
-def _refuse_missed(seen: Seen, stored: list[Stored]) -> None:
-    """Refuse a bucket with a graph that a second process doesn't find again."""
+def _refuse_missed(seen: Seen, first: list[dict[str, Any]]) -> None:
+    """Refuse a bucket with a graph that a second process doesn't find again.
+
+    Args:
+        first: What the first process looked up, and so has stored.
+    """
     if not seen.compiles:
         return
     reason = "torch stored nothing under its key"
     if seen.keys:
-        reason = explain_miss("FX graph", seen.keys[0]["components"], stored)
+        stored = [
+            Stored(key["key"], key["bucket"], functools.partial(key.get, "components"))
+            for key in first
+            if key["kind"] == _GRAPH
+        ]
+        reason = explain_miss(_GRAPH, seen.keys[0]["components"], stored)
+    mine = [key for key in first if key["bucket"] == seen.bucket]
+    kinds = sorted({kind for key in mine for kind in key["subclasses"]})
+    if kinds:
+        reason += f"; among its inputs are {', '.join(kinds)}"
     raise HarvestError(
         f"a second process compiles a graph that the first one stored: {reason}",
         hint="Each start would compile it anew. Keep what differs between processes"

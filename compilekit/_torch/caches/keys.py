@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 from torch._inductor import codecache
+from torch._subclasses import FakeTensor
 
 from compilekit._torch.caches.kernels import capability
 from compilekit._torch.caches.operators import custom_operators
@@ -38,11 +39,13 @@ class Key(NamedTuple):
     Attributes:
         kind: ``FX graph`` or ``AOTAutograd``.
         key: What torch looks up; also the name of the entry's folder.
+        subclasses: Tensor subclasses among the graph's inputs, by name.
     """
 
     kind: str
     key: str
     components: dict[str, Component]
+    subclasses: tuple[str, ...]
 
 
 def watch(
@@ -87,7 +90,7 @@ def _watched(
         kind = "AOTAutograd" if autograd else "FX graph"
         key = ("a" if autograd else "f") + text if bare else text
         if wanted(kind, key):
-            on_key(Key(kind, key, _components(self, value)))
+            on_key(Key(kind, key, _components(self, value), _subclasses(value)))
         return text
 
     return made
@@ -102,6 +105,16 @@ def _cpu_capability(details: Any) -> str:
     inputs = details.example_inputs
     devices = {one.device.type for one in inputs if isinstance(one, torch.Tensor)}
     return "" if devices - {"cpu"} else capability()
+
+
+def _subclasses(details: Any) -> tuple[str, ...]:
+    """Kinds of input that are more than their data, such as a distributed tensor."""
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    kinds = {type(one) for one in details.example_inputs}
+    names = [
+        k.__name__ for k in kinds if issubclass(k, torch.Tensor) and k not in plain
+    ]
+    return tuple(sorted(names))
 
 
 def _components(pickler: Any, details: Any) -> dict[str, Component]:
