@@ -502,6 +502,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--damages", type=int, default=len(DAMAGES))
     parser.add_argument("--operations", help="comma-separated, of kill and full")
     given = parser.parse_args(arguments)
+    # Ended from outside, it takes its mounts and folders along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     stages = given.stages or ["files", "kill", "full"]
     print(f"seed {given.seed}")
     good = True
