@@ -212,7 +212,11 @@ def _refuse_missed(seen: Seen, first: list[dict[str, Any]]) -> None:
     reason = "torch stored nothing under its key"
     if seen.keys:
         stored = [
-            Stored(key["key"], key["bucket"], functools.partial(key.get, "components"))
+            Stored(
+                key["key"],
+                key["bucket"],
+                functools.partial(key.__getitem__, "components"),
+            )
             for key in first
             if key["kind"] == _GRAPH
         ]
