@@ -15,6 +15,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import golden
@@ -293,6 +294,49 @@ def test_a_compilers_banner_in_latin_1(
     assert found.version == "g++ (\ufffddition) 12.2"
     with pytest.raises(KernelBuildError, match="error: \ufffdchec"):
         kernels.compile_kernel(found, tmp_path / "header.h", "int x;", "kernel")
+
+
+@pytest.mark.parametrize("end", ["exit 1", "kill -ABRT $$"])
+def test_a_compiler_without_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A full disk is named, not what the compiler says after it."""
+    from compilekit.compiler import kernels
+
+    compiler = tmp_path / "g++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "g++ 12.2" && exit\n'
+        'echo "ld: final link failed: No space left on device" >&2\n'
+        f'echo "collect2: error: ld returned 1 exit status" >&2; {end}\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = kernels.find_toolchain(load_target("cpu-x86_64-v3"), tmp_path / "scratch")
+    with pytest.raises(ResourceError, match="final link failed: No space left"):
+        kernels.compile_kernel(found, tmp_path / "header.h", "int x;", "kernel")
+
+
+@pytest.mark.parametrize(
+    ("left", "full"),
+    [
+        ({"f_bavail": 0}, True),
+        ({"f_favail": 0}, True),
+        ({"f_favail": 0, "f_files": 0}, False),
+        ({}, False),
+    ],
+)
+def test_a_worker_that_died_on_a_full_disk(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    left: dict[str, int],
+    full: bool,
+) -> None:
+    """It couldn't write why: whoever started it looks for itself."""
+    from compilekit.compiler import workers
+
+    found = {"f_bavail": 1, "f_files": 9, "f_favail": 1, **left}
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**found))
+    assert workers._is_full(tmp_path) is full
 
 
 UNCACHEABLE = """

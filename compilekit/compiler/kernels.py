@@ -9,7 +9,9 @@ Lifecycle:
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -19,6 +21,9 @@ from compilekit._torch.cpp import PREFIX_HEADER, CppFlags, kernel_flags
 from compilekit.compiler.headers import HEADER, find_header, keep_header
 from compilekit.errors import KernelBuildError, ResourceError
 from compilekit.targets import Target
+
+# What compiler and linker say, in the words of the C library that they share with us.
+_NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +111,7 @@ def compile_kernel(toolchain: Toolchain, header: Path, code: str, label: str) ->
         label: Name of the kernel for messages.
     Raises:
         KernelBuildError: the compiler refused it.
+        ResourceError: the disk is full.
     """
     folder = toolchain.folder / label
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,6 +143,14 @@ def _run(toolchain: Toolchain, arguments: list[str], cwd: Path, what: str) -> No
     done = subprocess.run(command, cwd=cwd, capture_output=True, check=False, env=None)
     if done.returncode != 0:
         output = (done.stderr + done.stdout).decode("utf-8", errors="replace")
+        full = [line for line in output.splitlines() if _NO_SPACE in line]
+        if full:
+            # The linker says so before its error, the compiler before it aborts.
+            raise ResourceError(
+                f"{toolchain.compiler} can't write {what}: {full[0].strip()}",
+                hint="Free some space, or set TMPDIR to another place.",
+                kernel=what,
+            )
         raise KernelBuildError(
             f"{toolchain.compiler} refused {what} (exit {done.returncode}):"
             f" {_first_error(output)}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -134,6 +135,11 @@ def _run_worker(
         )
     log_name = f"{job.entry}-{job.bucket.name}.log" if started else "worker.log"
     error = _startup_error(worker_log) if not started else None
+    kind: type[errors.CompilekitError] = errors.WorkerCrashedError
+    if _is_full(scratch):
+        # It couldn't write why it ended, either.
+        error = f"{os.strerror(errno.ENOSPC)}: {scratch}"
+        kind = errors.ResourceError
     event = BuildEvent(
         "failed",
         job.target,
@@ -144,8 +150,8 @@ def _run_worker(
         message=error
         or f"the worker ended with {_death(code)} while it compiled this bucket",
         log=log_name,
-        error_type="WorkerCrashedError",
-        exit_code=errors.WorkerCrashedError.exit_code,
+        error_type=kind.__name__,
+        exit_code=kind.exit_code,
     )
     event = _keep_log(event, scratch, logs)
     results[index] = bucket_result(event)
@@ -157,6 +163,12 @@ def _run_worker(
                 results[other] = BucketResult(
                     job.target, job.entry, job.bucket.name, "skipped"
                 )
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether a file system has no bytes or no inodes left; some count no inodes."""
+    found = os.statvfs(folder)
+    return found.f_bavail == 0 or (found.f_files > 0 and found.f_favail == 0)
 
 
 @contextlib.contextmanager
