@@ -110,13 +110,35 @@ def test_there_are_twelve() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_an_architecture_is_carried(name: str, results: Results) -> None:
     """It equals eager at 1, N and 4N threads; nothing compiles, nothing is spawned."""
-    rows = record(opened(results, name))
+    artifact = opened(results, name)
+    rows = record(artifact)
     cpus = os.cpu_count() or 1
-    assert [row["threads"] for row in rows] == sorted({1, cpus, 4 * cpus})
+    threads = sorted({1, cpus, 4 * cpus})
+    assert [row["threads"] for row in rows] == threads * len(artifact.entries)
     for row in rows:
         assert row["passed"], row["message"]
         assert (row["compiles"], row["spawned"]) == (0, 0)
         assert float(row["max_abs_error"]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["bert"])
+def test_a_model_that_collected_outputs_is_attached(
+    name: str, results: Results
+) -> None:
+    """The hooks that transformers leaves on a model once it gave hidden states."""
+    import transformers
+
+    artifact = opened(results, name)
+    config = transformers.BertConfig.from_pretrained(FOLDER / name)
+    model = transformers.BertModel(config).eval()
+    ids = torch.randint(0, 97, (2, 16))
+    with torch.inference_mode():
+        expected = model(ids, output_hidden_states=True)
+        receipt = compilekit.attach(model, artifact, entry="hidden_states")
+        found = model(ids, output_hidden_states=True)
+    receipt.detach()
+    assert receipt.finish().uncovered == ()
+    torch.testing.assert_close(found.hidden_states, expected.hidden_states)
 
 
 @pytest.mark.parametrize("name", ["carried"])

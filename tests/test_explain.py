@@ -106,6 +106,7 @@ def test_a_clean_model_is_one_graph() -> None:
         "Item",
         "Conversion",
         "ToList",
+        "Recurrent",
         "Nonzero",
         "Mask",
         "Extension",

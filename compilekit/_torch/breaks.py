@@ -147,13 +147,18 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(
-        self, *, capture_unbacked: bool = False, step_over: bool = False
+        self,
+        *,
+        capture_unbacked: bool = False,
+        recurrent: bool = False,
+        step_over: bool = False,
     ) -> Iterator[None]:
         """Listen to Dynamo, from a clean state; log records are muted meanwhile.
 
         Args:
             capture_unbacked: Capture scalars and data-dependent sizes, as Dynamo does
                 under ``fullgraph=True`` (``one_graph`` in output_graph.py).
+            recurrent: Capture nn.LSTM and its like, as a program's capture does.
             step_over: Go on past breaks that can't be resumed, where that is possible.
         """
         torch._dynamo.reset()
@@ -163,6 +168,7 @@ class Recorder:
                 torch._dynamo.config.patch(
                     capture_scalar_outputs=capture_unbacked,
                     capture_dynamic_output_shape_ops=capture_unbacked,
+                    allow_rnn=recurrent,
                 )
             )
             stack.enter_context(self.listening())

@@ -121,7 +121,8 @@ def capture_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Capture
         The capture, or None if no tensor operation was found.
     Raises:
         CaptureUnsupported: Dynamo would have to break the graph.
-    Source: torch/_dynamo/convert_frame.py, fullgraph_capture (2.11, 2.13).
+    Source: torch/_dynamo/convert_frame.py, fullgraph_capture; config.py, allow_rnn
+    (2.11, 2.13).
     """
     effects: list[SideEffect] = []
     with (
@@ -129,6 +130,8 @@ def capture_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Capture
         get_metrics_context(),
         dynamo_timed("compilekit_capture"),
         set_enable_dynamic(False),
+        # Otherwise it breaks the graph at nn.LSTM, nn.GRU and nn.RNN.
+        torch._dynamo.config.patch(allow_rnn=True),
         _recorded_side_effects(effects),
     ):
         try:

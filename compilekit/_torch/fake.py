@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+import weakref
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -115,6 +116,9 @@ class _Converter:
             return self._convert_module(value)
         if next(_tensors(value, set()), None) is None:
             return self._remember(value, value)
+        if isinstance(value, weakref.ref):
+            # nn.LSTM asks one whether a weight is still the one it knows.
+            return self._remember(value, weakref.ref(self._child("()", value())))
         if isinstance(value, tuple):
             items = [self._child((i,), item) for i, item in enumerate(value)]
             named = hasattr(value, "_fields")
@@ -227,6 +231,9 @@ def _children(value: object) -> list[tuple[Any, Any]]:
         return list(value.items())
     if isinstance(value, list | tuple):
         return list(enumerate(value))
+    if isinstance(value, weakref.ref):
+        target = value()
+        return [("()", target)] if isinstance(target, torch.Tensor) else []
     if isinstance(value, type | FunctionType | MethodType | ModuleType):
         return []
     if hasattr(value, "__dict__"):

@@ -97,6 +97,11 @@ KINDS: dict[str, Kind] = {
         "Check inputs before the model is called. A try/except around a call is"
         " captured only if the exception is raised and caught inside one function.",
     ),
+    "recurrent": Kind(
+        "torch.compile leaves nn.LSTM, nn.GRU and nn.RNN to eager code.",
+        "Nothing: a program's build captures them. For torch.compile itself, set"
+        " torch._dynamo.config.allow_rnn = True before the first call.",
+    ),
     "text": Kind(
         "A tensor's values are turned into text.",
         "Format numbers outside the model, or only its shape and dtype.",
@@ -126,6 +131,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("disabled", r"Skip (calling|inlining) `torch\.compiler\.disable", ""),
     ("explicit", r"Call to `torch\._dynamo\.(graph_break|skip_frame|step_un)", ""),
     ("autograd", r".*(autograd|[Bb]ackward|requires_grad|grad_fn|retain_grad)", ""),
+    ("recurrent", r"Attempted to wrap RNN", ""),
     ("text", r"repr\(\) on tensor", ""),
     ("text", r"Failed to trace builtin", r"builtin (repr|str|format) .*TensorVar"),
     ("numpy", r".*(numpy|ndarray)", ""),

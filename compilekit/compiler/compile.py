@@ -44,7 +44,7 @@ from compilekit.artifact.program import (
     Parameter,
     Program,
 )
-from compilekit.compiler import convention
+from compilekit.compiler import convention, hugging_face
 from compilekit.compiler.attention import Attention, counted, hold_gate
 from compilekit.compiler.examples import example_kwargs
 from compilekit.compiler.harvest import HostCode, host_code
@@ -342,8 +342,13 @@ def _capture(
     function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any], target: Target
 ) -> dynamo.Capture:
     try:
-        with _explained("the call can't be traced"):
-            captured = dynamo.capture_call(function, (model, dict(kwargs)))
+        try:
+            captured = _traced(function, model, kwargs)
+        except dynamo.CaptureUnsupported as exc:
+            if not hugging_face.installs_output_hooks(place_of_error(exc)):
+                raise
+            hugging_face.install_output_hooks(model)
+            captured = _traced(function, model, kwargs)
     except dynamo.CaptureUnsupported as exc:
         raise GraphBreakError(
             f"Dynamo can't hold the call in one graph: {describe_break(exc)}",
@@ -362,6 +367,13 @@ def _capture(
             thing=foreign[0],
         )
     return captured
+
+
+def _traced(
+    function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any]
+) -> dynamo.Capture | None:
+    with _explained("the call can't be traced"):
+        return dynamo.capture_call(function, (model, dict(kwargs)))
 
 
 def _nothing_compiled() -> CaptureError:

@@ -460,7 +460,12 @@ _VALUE_GUARDS = frozenset(
 )
 _LENGTH_GUARDS = frozenset({"SEQUENCE_LENGTH", "LIST_LENGTH", "DICT_LENGTH"})
 _KEY_GUARDS = frozenset({"DICT_KEYS_MATCH"})
-_OUR_FLAGS = frozenset({"training", "_is_full_backward_hook"})
+# What `runtime.model.module_mismatches` looks at itself: the training flag and hooks,
+# and a mark that transformers leaves on a model with hooks.
+_OUR_FLAGS = frozenset(
+    {"training", "_is_full_backward_hook", "_output_capturing_hooks_installed"}
+)
+_NOT_READ = frozenset({"_forward_hooks", "_forward_pre_hooks", "__class__"})
 # Guards here are about torch itself; its version is a factor.
 _TORCH_MODULES = ("torch", "collections", "inspect", "typing", "functools", "math")
 
@@ -524,7 +529,7 @@ def _names_own_class(path: str, value: Any) -> bool:
 def _read_path(steps: tuple[paths.Step, ...]) -> str | None:
     if steps[0] == "L" and steps[1] == (MODEL,):
         below = _without_registries(steps[2:])
-        if not below or below[-1] in _OUR_FLAGS or "__class__" in below:
+        if not below or below[-1] in _OUR_FLAGS or not _NOT_READ.isdisjoint(below):
             return None
         return paths.render(below)
     if steps[0] == "G" and isinstance(steps[1], tuple):

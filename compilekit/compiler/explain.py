@@ -30,7 +30,7 @@ from torch import nn
 from compilekit import plan
 from compilekit._torch import breaks
 from compilekit._torch.breaks import Effect, Place, RawBreak, RawGraph
-from compilekit.compiler import examples, models, names
+from compilekit.compiler import examples, hugging_face, models, names
 from compilekit.compiler.break_kinds import KINDS, fix, kind_of, subject
 from compilekit.compiler.explained import (
     BucketExplained,
@@ -141,12 +141,21 @@ def _analyse(
 ) -> BucketExplained:
     make = _call_maker(config, entry, bucket, fake=fake)
     plain = _trace(make, fake=fake)
+    program = "program" in config.build.routes
+    if program and any(
+        hugging_face.installs_output_hooks(found.stack[-1]) for found in plain.breaks
+    ):
+        # A program's capture installs them, too, and goes on.
+        make = _call_maker(config, entry, bucket, fake=fake, hooked=True)
+        plain = _trace(make, fake=fake)
     traces = [plain]
     if any(found.effect != "resumed" for found in plain.breaks):
         traces.append(_trace(make, fake=fake, step_over=True))
     whole = plain
     if config.compile.fullgraph and plain.breaks:
-        whole = _trace(make, fake=fake, step_over=True, capture_unbacked=True)
+        whole = _trace(
+            make, fake=fake, step_over=True, capture_unbacked=True, recurrent=program
+        )
         traces.append(whole)
     found = _merge(traces, whole)
     counted = sum(b.full_graph or not config.compile.fullgraph for b in found)
@@ -167,7 +176,12 @@ def _analyse(
 
 
 def _call_maker(
-    config: Config, entry: EntryConfig, bucket: Bucket, *, fake: bool
+    config: Config,
+    entry: EntryConfig,
+    bucket: Bucket,
+    *,
+    fake: bool,
+    hooked: bool = False,
 ) -> Callable[[], tuple[Callable[..., Any], dict[str, Any]]]:
     def make() -> tuple[Callable[..., Any], dict[str, Any]]:
         mode = breaks.StandInMode() if fake else None
@@ -175,6 +189,8 @@ def _call_maker(
             model = models.build_fake(config, mode=mode)
         else:
             model = models.build_real(config)
+        if hooked:
+            hugging_face.install_output_hooks(model)
         if mode is not None and entry.role:
             from compilekit.compiler import generate
 
@@ -194,12 +210,15 @@ def _trace(
     fake: bool,
     step_over: bool = False,
     capture_unbacked: bool = False,
+    recurrent: bool = False,
 ) -> _Trace:
     function, kwargs = make()
     recorder = breaks.Recorder()
     stopped = None
     with (
-        recorder.recording(step_over=step_over, capture_unbacked=capture_unbacked),
+        recorder.recording(
+            step_over=step_over, capture_unbacked=capture_unbacked, recurrent=recurrent
+        ),
         torch.no_grad(),
         # What the model prints is no part of the result.
         contextlib.redirect_stdout(io.StringIO()),

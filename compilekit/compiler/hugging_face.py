@@ -9,8 +9,9 @@ import importlib
 import inspect
 import logging
 import re
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +25,10 @@ from compilekit.compiler.names import (
 )
 from compilekit.config import Config
 from compilekit.errors import ConfigError
+
+if TYPE_CHECKING:
+    # It loads Dynamo, which a replay doesn't need.
+    from compilekit._torch.breaks import Place
 
 _logger = logging.getLogger("compilekit")
 
@@ -100,6 +105,32 @@ def from_pretrained(config: Config, weights: str) -> nn.Module:
         )
     result: nn.Module = model.eval()
     return result
+
+
+_COLLECTING = "transformers.utils.output_capturing"
+
+
+def installs_output_hooks(place: Place | None) -> bool:
+    """True for the place where transformers hooks a model to collect its outputs.
+
+    It does so at the first call that wants hidden states or attentions, and under a
+    lock, where Dynamo breaks the graph.
+    """
+    module = sys.modules.get(_COLLECTING)
+    return place is not None and module is not None and place.file == module.__file__
+
+
+def install_output_hooks(model: nn.Module) -> None:
+    """Do what transformers does at the first call that wants hidden states.
+
+    Source: transformers 5.17 and 5.24, utils/output_capturing.py,
+    maybe_install_capturing_hooks.
+    """
+    pretrained: Any = _transformers().PreTrainedModel
+    install: Any = importlib.import_module(_COLLECTING).maybe_install_capturing_hooks
+    for module in model.modules():
+        if isinstance(module, pretrained):
+            install(module)
 
 
 def _configuration(config: Config) -> Any:

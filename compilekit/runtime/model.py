@@ -415,7 +415,7 @@ def module_mismatches(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
         yield _hook("every module")
     for name, module in modules.items():
         around = not name and entry.method == "forward"
-        if not around and any(forward_hooks(module)):
+        if not around and any(map(_acts, forward_hooks(module))):
             yield _hook(name or "the model")
         for method in {"forward", "forward" if name else entry.method}:
             if _is_replaced(module, method):
@@ -441,6 +441,18 @@ def _modes(modules: Mapping[str, torch.nn.Module], entry: Entry) -> Iterator[Mis
             "Dropout and batch norm behave differently.",
             f"Call model.{'train' if entry.training else 'eval'}() before attach.",
         )
+
+
+def _acts(hooks: Mapping[int, Any]) -> bool:
+    """True if there are hooks that would do something.
+
+    Those of transformers, which any call that wanted hidden states has left behind,
+    only collect outputs; a program that was asked for these computes them itself.
+
+    Source: transformers 5.17 and 5.24, utils/output_capturing.py.
+    """
+    modules = {getattr(hook, "__module__", "") for hook in hooks.values()}
+    return not modules <= {"transformers.utils.output_capturing"}
 
 
 def _hook(where: str) -> Mismatch:

@@ -15,6 +15,8 @@ class Carried(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.lstm = nn.LSTM(8, 4, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(8, 8)
         self.register_buffer("state", torch.zeros(8))
         self.fill = -math.inf
 
@@ -53,6 +55,11 @@ class Carried(nn.Module):
 
     def infinite_attribute(self, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x.masked_fill(x > 0.5, self.fill), -1)
+
+    def recurrent(self, x: torch.Tensor) -> torch.Tensor:
+        hidden_BSD, _ = self.lstm(x.unflatten(0, (2, 2)))
+        result: torch.Tensor = self.gru(hidden_BSD)[0]
+        return result
 
     def parameter_written(self, x: torch.Tensor) -> torch.Tensor:
         self.linear.weight.mul_(0.5)

@@ -84,6 +84,16 @@ class ToList(nn.Module):
         return x * first
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(8, 8)
+
+    def forward(self, x):
+        x = x + 1
+        return self.layer(x)[0]  # break: recurrent captured
+
+
 class Nonzero(nn.Module):
     def forward(self, x):
         x = x + 1
