@@ -349,11 +349,13 @@ def test_a_fake_model_may_pretend_to_be_elsewhere(
 def test_a_recurrent_layer_keeps_its_flat_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nn.LSTM lists its parameters a second time; both lists hold the same objects."""
+    """nn.LSTM lists its parameters twice more, once by weak references."""
     model: Any = models.build_fake(
         factory(tmp_path, lambda: nn.LSTM(4, 5), monkeypatch)
     )
-    assert [id(t) for t in model._flat_weights] == [id(t) for t in model.parameters()]
+    expected = [id(t) for t in model.parameters()]
+    assert [id(t) for t in model._flat_weights] == expected
+    assert [id(ref()) for ref in model._flat_weight_refs] == expected
 
 
 def test_a_model_without_tensors_has_a_mode(
@@ -629,6 +631,22 @@ def test_values_follow_rule_and_seed() -> None:
     again, other = example(inputs), example(inputs, seed=1)
     assert all(torch.equal(kwargs[name], again[name]) for name in inputs)
     assert not torch.equal(kwargs["ids"], other["ids"])
+
+
+def test_masks_are_drawn_as_runs_too() -> None:
+    """An odd seed's rows begin with one value and end with that of the padding."""
+    inputs = {
+        "unpadded": InputConfig(("b", 50), "bool"),
+        "padding": InputConfig(("b", 50), "bool", pad=True),
+        "real": InputConfig(("b", 50), "bool", pad=False),
+        "one": InputConfig((), "bool"),
+    }
+    kwargs = example(inputs, seed=1)
+    for name, last in (("unpadded", 1), ("padding", 1), ("real", 0)):
+        steps = kwargs[name].int().diff(dim=1)
+        assert steps.abs().sum(1).tolist() == [1] * len(steps)
+        assert kwargs[name][:, -1].int().tolist() == [last] * len(steps)
+    assert kwargs["one"].shape == ()
 
 
 def test_token_ids_fill_the_vocabulary(tmp_path: Path) -> None:

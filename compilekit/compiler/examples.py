@@ -45,7 +45,7 @@ def example_kwargs(
         device: Where real tensors are, or the device that fake ones pretend to be on.
         seed: Seed of the values: integers are drawn between ``low`` and ``high``
             (the vocabulary's size for names that end in ``input_ids``, else 2),
-            floats from a normal distribution, booleans evenly.
+            floats from a normal distribution, booleans as `_mask` does.
     Raises:
         ConfigError: a path, dtype or axis is wrong, or the example function fails.
     """
@@ -137,7 +137,7 @@ def _sample(
     generator: torch.Generator,
 ) -> torch.Tensor:
     if dtype is torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
+        return _mask(rule, shape, generator)
     if dtype.is_floating_point or dtype.is_complex:
         if rule.high is None:
             return torch.randn(shape, generator=generator).to(dtype)
@@ -150,6 +150,22 @@ def _sample(
     return torch.randint(
         low, max(int(high or 2), low + 1), shape, generator=generator
     ).to(dtype)
+
+
+def _mask(
+    rule: InputConfig, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    """Booleans: each for itself with an even seed, as masks are with an odd one.
+
+    A mask's rows begin with one value and end with the other, and some code looks for
+    that (torch.nn.TransformerEncoder). They end with what pads the input, or with True.
+    """
+    if generator.initial_seed() % 2 == 0 or not shape:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    *rows, length = shape
+    begins = torch.randint(1, max(length, 2), (*rows, 1), generator=generator)
+    second = torch.arange(length) >= begins
+    return ~second if rule.pad is False else second
 
 
 def _steps(path: str, where: str) -> tuple[str | int, ...]:
