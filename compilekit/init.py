@@ -34,8 +34,10 @@ _TOKEN_TYPE_MODELS = frozenset({
     "albert", "bert", "convbert", "electra", "ernie", "megatron-bert", "mobilebert",
 })
 _POOLED_MODELS = frozenset({
-    "albert", "bert", "camembert", "dinov2", "ernie", "megatron-bert", "mobilebert",
-    "mpnet", "resnet", "roberta", "vit", "xlm-roberta",
+    "albert", "bert", "blip_vision_model", "camembert", "clip_text_model",
+    "clip_vision_model", "convnext", "dinov2", "ernie", "layoutlm", "megatron-bert",
+    "mobilebert", "mpnet", "resnet", "roberta", "siglip_text_model",
+    "siglip_vision_model", "swin", "vit", "xlm-roberta",
 })
 _TEXT_TO_TEXT_MODELS = frozenset({"longt5", "mt5", "switch_transformers", "t5", "umt5"})
 # Their positions start after the padding token's.
@@ -175,14 +177,16 @@ def _sketch(config: Mapping[str, Any]) -> _Sketch | None:
         return _speech_to_text(config)
     if kind in _WAVEFORM_MODELS:
         return _waveform(config)
-    replies = config.get("is_encoder_decoder", kind in _TEXT_TO_TEXT_MODELS)
-    if replies and not name.endswith("EncoderModel"):
-        return _text_to_text(config)
     text = _positive(config, "vocab_size")
     images = _positive(config, "num_channels", "patch_size")
     if text and not images:
+        replies = config.get("is_encoder_decoder", kind in _TEXT_TO_TEXT_MODELS)
+        if replies and not name.endswith("EncoderModel"):
+            return _text_to_text(config)
         return _decoder(config) if causal else _encoder(config)
-    return _vision(config) if images and not text else None
+    # A spectrogram is cut into patches as well, and comes in several shapes.
+    spectrogram = _positive(config, "num_mel_bins")
+    return _vision(config) if images and not (text or spectrogram) else None
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -360,6 +364,9 @@ def _outputs(config: Mapping[str, Any], axis: str) -> dict[str, dict[int, str]]:
         return {"logits": batch}
     if "For" in name or name.endswith(("LMHeadModel", "WithLMHead")):
         return {"logits": tokens}
+    if name.endswith("WithProjection"):
+        embeds = "text_embeds" if axis else "image_embeds"
+        return {embeds: batch, "last_hidden_state": tokens}
     outputs = {"last_hidden_state": tokens}
     if config.get("model_type") in _POOLED_MODELS:
         outputs["pooler_output"] = batch

@@ -179,6 +179,27 @@ KINDS = {
         {"last_hidden_state": ROWS, "pooler_output": ROWS},
         {},
     ),
+    "detr": (
+        {
+            "architectures": ["DetrForSegmentation"],
+            "model_type": "detr",
+            "is_encoder_decoder": True,
+            "num_channels": 3,
+        },
+        {"pixel_values": InputConfig(("b", 3, 224, 224), "float32", pad=0.0)},
+        {"logits": ROWS},
+        {},
+    ),
+    "clip text": (
+        {
+            "architectures": ["CLIPTextModelWithProjection"],
+            "model_type": "clip_text_model",
+            "vocab_size": 1000,
+        },
+        {"input_ids": IDS, "attention_mask": MASK},
+        {"text_embeds": ROWS, "last_hidden_state": TOKENS},
+        {},
+    ),
 }
 
 
@@ -350,6 +371,10 @@ def test_quotes_in_the_path(tmp_path: Path) -> None:
             {"architectures": ["LayoutLMv2Model"], "vocab_size": 9, "num_channels": 3},
             "what LayoutLMv2Model takes",
         ),
+        (
+            {"architectures": ["ClapAudioModel"], "patch_size": 4, "num_mel_bins": 64},
+            "what ClapAudioModel takes",
+        ),
         ({}, "what its model takes"),
         ({"architectures": "x", "vocab_size": "many"}, "what its model takes"),
         ([], "expected a JSON object"),
@@ -449,6 +474,14 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+PATCHES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
 REAL = {
     "BertModel": SMALL,
     "BertForTokenClassification": SMALL,
@@ -486,14 +519,9 @@ REAL = {
         "eos_token_id": 2,
         "decoder_start_token_id": 1,
     },
-    "ViTModel": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 32,
-        "patch_size": 8,
-    },
+    "CLIPTextModelWithProjection": SMALL | {"eos_token_id": 2},
+    "SiglipVisionModel": PATCHES,
+    "ViTModel": PATCHES,
     "ResNetForImageClassification": {
         "embedding_size": 8,
         "hidden_sizes": [8, 16],
