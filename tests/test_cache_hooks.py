@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +47,78 @@ def test_an_option_holds_in_every_thread(patches: contextlib.ExitStack) -> None:
     patches.close()
     assert (config.recompile_limit, config.automatic_dynamic_shapes) == before
     assert in_a_thread("recompile_limit") == before[0]
+
+
+def test_no_variable_switches_a_cache_off(
+    patches: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch lets some variables win over what a program sets; here they don't."""
+    import torch.compiler.config
+
+    from compilekit._torch.caches import settings
+
+    inductor, compiler = torch._inductor.config, torch.compiler.config
+    # What torch keeps from a variable when the module is imported.
+    for module, name, forced in (
+        (inductor, "fx_graph_cache", False),
+        (compiler, "force_disable_caches", True),
+    ):
+        monkeypatch.setattr(module._config[name], "env_value_force", forced)
+        assert getattr(module, name) is forced
+    settings.compile_all_buckets_once(patches, 8)
+    assert inductor.fx_graph_cache is True
+    assert compiler.force_disable_caches is False
+    patches.close()
+    assert inductor.fx_graph_cache is False
+
+
+def variables_of(path: Path) -> set[str]:
+    """Names of environment variables that a config module of torch reads."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in READERS:
+                names += node.args[:1]
+            for keyword in node.keywords:
+                if str(keyword.arg).startswith("env_name_"):
+                    names.append(keyword.value)
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == ENVIRONMENT:
+            names.append(node.slice)
+        for name in names:
+            constants = [n for n in ast.walk(name) if isinstance(n, ast.Constant)]
+            found |= {one.value for one in constants if isinstance(one.value, str)}
+    return found
+
+
+ENVIRONMENT = "os.environ"
+READERS = ("os.environ.get", "os.getenv", "get_tristate_env", "_get_tristate_env")
+# Whoever sets one of these means torch's compiler, and a miss names the option.
+MEANT = re.compile(
+    r"_?(TORCH|PYTORCH|PT2_|AOT_?INDUCTOR_|AOT_PARTITIONER_|INDUCTOR_|CUTLASS_|CUTEDSL_"
+    r"|DUMP_AOTI_|ENABLE_\w*TMA_|PARTITIONER_|UNSAFE_SKIP_FSDP_|LOG_TLPARSE"
+    r"|LOG_AUTOTUNE_|FAKE_ALLOW_META)"
+)
+
+
+def test_torch_reads_no_other_variable_of_a_ci_system_or_server() -> None:
+    """A variable that others set for themselves must not become part of a key.
+
+    The compiler is pinned to the build's, CI's option is set alike on both sides, and
+    the last two are read in Meta's own builds only.
+    """
+    import torch._inductor.config
+    import torch.compiler.config
+    import torch.fx.experimental._config
+
+    modules = (
+        *(torch._dynamo.config, torch._functorch.config, torch._inductor.config),
+        *(torch.compiler.config, torch.fx.experimental._config),
+    )
+    found = set().union(*(variables_of(Path(str(m.__file__))) for m in modules))
+    others = {name for name in found if not MEANT.match(name)}
+    assert others == {"CI", "CXX", "MAST_HPC_JOB_NAME", "ROLE_RANK"}
+    assert "TORCHINDUCTOR_MAX_AUTOTUNE" in found
 
 
 def test_what_is_replaced_in_torch_is_put_back(

@@ -98,7 +98,6 @@ def test_the_runtime_reads_its_own_variables_only() -> None:
         "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
         # The cache route sets all of torch's own, and refuses a place set by others.
         "TORCHINDUCTOR_CACHE_DIR",
-        "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
         "TRITON_CACHE_DIR",
         # torchrun's, for caches that were built as one rank of several.
         "WORLD_SIZE",

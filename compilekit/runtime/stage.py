@@ -157,7 +157,6 @@ def bind(patches: contextlib.ExitStack, place: Path) -> None:
     for name, value in (
         ("TORCHINDUCTOR_CACHE_DIR", str(place / "inductor")),
         ("TRITON_CACHE_DIR", str(place / "triton")),
-        ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None),
     ):
         patches.callback(_set_variable, name, os.environ.get(name))
         _set_variable(name, value)

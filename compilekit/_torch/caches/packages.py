@@ -29,6 +29,7 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
+import torch.compiler.config
 from torch._dynamo import eval_frame
 
 from compilekit._torch.caches import guard_values
@@ -36,11 +37,20 @@ from compilekit._torch.caches import guard_values
 # Settings that don't change what is traced or compiled.
 _IGNORED_SETTINGS = frozenset(
     {
+        "compiler.force_cudagraph_gc",
+        "compiler.force_disable_caches",
+        "compiler.job_id",
+        "compiler.pgo_extra_read_key",
+        "compiler.pgo_extra_write_key",
         "dynamo.caching_precompile",
         "dynamo.recompile_limit",
         "dynamo.accumulated_recompile_limit",
         "dynamo.cache_size_limit",
         "dynamo.accumulated_cache_size_limit",
+        "dynamo.cprofile",
+        "dynamo.dynamo_profiler",
+        "dynamo.pt2_compile_id_prefix",
+        "dynamo.run_gc_after_compile",
         "dynamo.verbose",
         "dynamo.log_file_name",
         "dynamo.log_compilation_metrics",
@@ -116,7 +126,7 @@ def code_id(code: types.CodeType) -> str:
 
 
 def settings(context: Any) -> dict[str, str]:
-    """Everything a ``torch.compile`` is set to: options, and the three config modules.
+    """Everything a ``torch.compile`` is set to: options, and the four config modules.
 
     ``fullgraph`` isn't among them: it decides what is an error, not what is compiled.
 
@@ -126,7 +136,9 @@ def settings(context: Any) -> dict[str, str]:
     """
     backend: Any = inductor_backend(context)
     inductor = backend.get_compiler_config()
+    compiler: Any = torch.compiler.config
     groups: dict[str, Mapping[str, Any]] = {
+        "compiler": compiler.save_config_portable(),
         "dynamo": torch._dynamo.config.save_config_portable(),
         "functorch": torch._functorch.config.save_config_portable(),
         "inductor": inductor,

@@ -14,6 +14,8 @@ import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
+import torch.compiler.config
+from torch.utils import _config_module
 
 
 def set_option(
@@ -25,11 +27,13 @@ def set_option(
         patches: Closing it sets the option back.
         module: A config module, e.g. ``torch._inductor.config``.
     Source: torch/utils/_config_module.py, _ConfigEntry and ConfigModule.__getattr__
-    (2.11, 2.13): an override (2.13: of the thread) goes before what the environment
-    says, and that before the default.
+    (2.11, 2.13): what one kind of variable says goes before an override (2.13: of the
+    thread), that before what the other kind says, and that before the default.
     """
     entry = module._config[name]
     patches.callback(setattr, module, name, getattr(module, name))
+    unset = _config_module._UNSET_SENTINEL
+    patches.enter_context(mock.patch.object(entry, "env_value_force", unset))
     patches.enter_context(mock.patch.object(entry, "env_value_default", value))
     setattr(module, name, value)
 
@@ -38,9 +42,10 @@ def compile_all_buckets_once(patches: contextlib.ExitStack, limit: int) -> None:
     """What build and start set alike, so that every bucket is compiled, and once.
 
     Shapes stay static (with automatic dynamic shapes the graphs depend on the order of
-    calls); more buckets than Dynamo's limit are compiled all; every cache is on. What
-    torch reads from the variable CI is set as without it (a custom operator whose
-    outputs alias is warned of): an artifact is built in CI and served elsewhere.
+    calls); more buckets than Dynamo's limit are compiled all; every cache is on,
+    whatever the environment says. What torch reads from the variable CI is set as
+    without it (a custom operator whose outputs alias is warned of): an artifact is
+    built in CI and served elsewhere.
 
     Args:
         limit: Variants of one function that Dynamo must allow.
@@ -60,6 +65,7 @@ def compile_all_buckets_once(patches: contextlib.ExitStack, limit: int) -> None:
         (inductor, "fx_graph_remote_cache", False),
         (functorch, "enable_autograd_cache", True),
         (functorch, "enable_remote_autograd_cache", False),
+        (torch.compiler.config, "force_disable_caches", False),
         # torch/_functorch/config.py (2.11, 2.13).
         (functorch, "error_on_custom_op_aliasing", False),
     ):
