@@ -33,13 +33,8 @@ def explain_miss(kind: str, components: Components, stored: Sequence[Stored]) ->
     """
     if not stored:
         return f"{kind} key: the artifact holds none"
-    best, differing = None, list(components)
-    for candidate in stored:
-        found = _differing(candidate.components(), components)
-        if best is None or _weight(found) < _weight(differing):
-            best, differing = candidate, found
-    if best is None:
-        return f"{kind} key: the artifact holds none"
+    compared = [(one, _differing(one.components(), components)) for one in stored]
+    best, differing = min(compared, key=lambda pair: _weight(pair[1]))
     theirs = best.components()
     parts = [
         _difference(name, theirs.get(name), components.get(name))
