@@ -52,15 +52,12 @@ class Shaped(Protocol):
 def buckets(config: Config, entry_name: str) -> tuple[Bucket, ...]:
     """Every bucket of an entry, in configuration order.
 
-    One for each combination of sizes of the axes that the entry's inputs use; the
-    last axis changes fastest. A warm-up gets all axes, and a piece of a prompt the
-    smallest cache that holds it; the largest too if prompts are taken in pieces.
+    One for each combination of sizes of the axes that the entry uses; the last axis
+    changes fastest. A piece of a prompt gets the smallest cache that holds it; the
+    largest too if prompts are taken in pieces.
     """
     entry = config.entries[entry_name]
-    used: set[str | int] = {a for rule in entry.inputs.values() for a in rule.shape}
-    if entry.warmup:
-        used |= config.axes.keys()
-    axes = [axis for axis in config.axes if axis in used]
+    axes = entry.used_axes(config.axes)
     sized = (
         dict(zip(axes, sizes, strict=True))
         for sizes in itertools.product(*(config.axes[axis] for axis in axes))

@@ -32,6 +32,7 @@ def _replay(spec: dict[str, Any]) -> dict[str, Any]:
 
     from compilekit import config as configuration
     from compilekit.artifact import open_artifact
+    from compilekit.compiler.calls import caller
     from compilekit.compiler.compare import compare, tolerance
     from compilekit.errors import PolicyError
     from compilekit.runtime.restore import read_cache, restore
@@ -46,7 +47,13 @@ def _replay(spec: dict[str, Any]) -> dict[str, Any]:
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     os.environ["PATH"] = ""
     receipt = restore(artifact, work_dir=spec["work_dir"], require="cache")
-    run = _calls(config, spec)
+    call = caller(config, weights=spec["weights"])
+    bucket = Bucket(spec["bucket"], spec["axes"])
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        return call(spec["entry"], bucket)
+
     message, error = "", float("inf")
     atol, rtol = tolerance(torch.float32, config.verify.atol, config.verify.rtol)
     try:
@@ -68,36 +75,6 @@ def _replay(spec: dict[str, Any]) -> dict[str, Any]:
         "passed": not message,
         "message": message,
     }
-
-
-def _calls(config: Any, spec: dict[str, Any]) -> Any:
-    """A function that makes the bucket's call, with the same numbers each time."""
-    import torch
-
-    from compilekit.compiler import examples, models, names
-    from compilekit.compiler.cache_worker import compile_entry, grad_mode
-
-    entry = config.entries[spec["entry"]]
-    bucket = Bucket(spec["bucket"], spec["axes"])
-    if entry.warmup:
-        where = f"[entries.{entry.name}] warmup"
-        function = names.import_function(config, entry.warmup, where)
-
-        def warm() -> Any:
-            torch.manual_seed(0)
-            return function(dict(bucket.axes))
-
-        return warm
-    model = models.build_real(config, weights=spec["weights"], seed=0)
-    compiled = compile_entry(config, model, entry)
-
-    def call() -> Any:
-        torch.manual_seed(0)
-        kwargs = examples.example_kwargs(config, entry, bucket, seed=0)
-        with grad_mode(entry):
-            return compiled(**kwargs)
-
-    return call
 
 
 if __name__ == "__main__":

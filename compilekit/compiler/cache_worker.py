@@ -80,12 +80,15 @@ def run(
     from compilekit._torch import breaks
     from compilekit._torch.caches import (
         events,
+        factors,
         kernels,
         keys,
         package_record,
         packages,
         settings,
     )
+    from compilekit.compiler.calls import caller
+    from compilekit.compiler.worker import describe_model
 
     config = configuration.load(Path(spec["config"]))
     if config.compile.threads:
@@ -127,7 +130,12 @@ def run(
 
         emulation.install(load_target(spec["target"]))
         without_device.compile_only(patches)
-    call = _caller(config, spec["device"], fake=spec["emulated"])
+    call = caller(
+        config,
+        spec["device"],
+        fake=spec["emulated"],
+        on_model=lambda model: describe_model(model, folder / "model.json"),
+    )
     for index, entry, name, axes in spec["jobs"]:
         began = time.perf_counter()
         seen = Seen(f"{entry}/{name}")
@@ -138,7 +146,7 @@ def run(
         )
         emit(about)
         try:
-            call(entry, Bucket(name, axes), folder)
+            call(entry, Bucket(name, axes))
             places = _hold_breaks(broken.breaks, config)
             _refuse_bypassed(seen.bypasses)
             if recorder is not None:
@@ -161,24 +169,25 @@ def run(
                 warning=_counted(places) if places else "",
             )
         )
-    if spec["emulated"]:
-        why = "built where the device isn't: its guards are made at start"
-        frames = {name for one in everything for name in one.frames}
-        traced = json.dumps(dict.fromkeys(sorted(frames), why))
-        (folder / "traced.json").write_text(traced, encoding="utf-8")
     if recorder is None:
         found = [key for one in everything for key in one.keys]
-        (folder / "keys.json").write_text(json.dumps(found), encoding="utf-8")
-        (folder / "factors.json").write_text(json.dumps(_factors()), encoding="utf-8")
-        (folder / "layout.json").write_text(json.dumps(_rank()), encoding="utf-8")
-        report = json.dumps(compiled, indent=2) + "\n"
-        (folder / "compiled.json").write_text(report, encoding="utf-8")
+        _write(folder / "keys.json", found)
+        _write(folder / "factors.json", factors.here())
+        _write(folder / "layout.json", _rank())
+        _write(folder / "compiled.json", compiled)
     else:
         made = recorder.packages()
         plain = pickle.dumps([package._asdict() for package in made])
         (folder / "packages.pickle").write_bytes(plain)
-        traced = json.dumps(recorder.traced(made))
-        (folder / "traced.json").write_text(traced, encoding="utf-8")
+        _write(folder / "traced.json", recorder.traced(made))
+    if spec["emulated"]:
+        why = "built where the device isn't: its guards are made at start"
+        frames = {name for one in everything for name in one.frames}
+        _write(folder / "traced.json", dict.fromkeys(sorted(frames), why))
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _key_of(key: Any, bucket: str) -> dict[str, Any]:
@@ -265,86 +274,6 @@ def _hold_breaks(found: list[Any], config: configuration.Config) -> list[str]:
 
 def _counted(places: list[str]) -> str:
     return f"{len(places)} graph break{'s' if len(places) > 1 else ''}"
-
-
-def _factors() -> dict[str, Any]:
-    """What the caches depend on, in the words of the factor table."""
-    from compilekit._torch.caches import factors
-
-    return factors.here()
-
-
-def _caller(
-    config: configuration.Config, device: str, *, fake: bool
-) -> Callable[[str, Bucket, Path], Any]:
-    """A function that runs one bucket the way a server would.
-
-    Args:
-        fake: With fake tensors, for a device that isn't here.
-    """
-    from compilekit._torch.fake import fake_mode_of
-    from compilekit.compiler import examples, models, names
-
-    compiled: dict[str, Callable[..., Any]] = {}
-    model: list[Any] = []
-
-    def call(name: str, bucket: Bucket, folder: Path) -> Any:
-        entry = config.entries[name]
-        if entry.warmup:
-            where = f"[entries.{name}] warmup"
-            return names.import_function(config, entry.warmup, where)(dict(bucket.axes))
-        if not model:
-            model.append(
-                models.build_fake(config, device)
-                if fake
-                else models.build_real(config).to(device)
-            )
-            describe_model(model[0], folder / "model.json")
-        if name not in compiled:
-            compiled[name] = compile_entry(config, model[0], entry)
-        mode = fake_mode_of(model[0]) if fake else None
-        kwargs = examples.example_kwargs(
-            config, entry, bucket, fake=mode, device=device
-        )
-        with grad_mode(entry):
-            return compiled[name](**kwargs)
-
-    return call
-
-
-def grad_mode(
-    entry: configuration.EntryConfig,
-) -> contextlib.AbstractContextManager[Any]:
-    """The mode that an entry's method is compiled and served in."""
-    import torch
-
-    return torch.inference_mode() if entry.grad == "inference" else torch.no_grad()
-
-
-def compile_entry(
-    config: configuration.Config, model: Any, entry: configuration.EntryConfig
-) -> Callable[..., Any]:
-    """``torch.compile`` as the configuration says, and as the documentation shows."""
-    import torch
-
-    from compilekit._torch.peers import inductor_options
-    from compilekit.compiler.models import entry_callable
-
-    options = inductor_options(config.compile.mode, config.compile.options)
-    function: Callable[..., Any] = torch.compile(
-        entry_callable(model, entry),
-        dynamic=False,
-        fullgraph=config.compile.fullgraph,
-        options=options or None,
-    )
-    return function
-
-
-def describe_model(model: Any, path: Path) -> None:
-    """Class, parameter dtype and configuration values, for the manifest."""
-    from compilekit.compiler.worker import describe_model as describe
-
-    describe(model, path)
 
 
 def _failed(about: BuildEvent, exc: Exception, began: float) -> BuildEvent:

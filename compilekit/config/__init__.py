@@ -8,7 +8,7 @@ Standard library only: reading a configuration is instant.
 """
 
 from compilekit.config.lines import KeyPath, key_lines
-from compilekit.config.problems import Problem, is_function
+from compilekit.config.problems import Problem, is_function, is_script
 from compilekit.config.read import check_options, load
 from compilekit.config.records import (
     AutotuneConfig,
@@ -33,6 +33,7 @@ from compilekit.config.rules import (
     MODES,
     ON_UNCOVERED,
     OVER_LENGTH,
+    PLACEHOLDER,
     RANGES,
     ROUTES,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "MODES",
     "ON_UNCOVERED",
     "OVER_LENGTH",
+    "PLACEHOLDER",
     "RANGES",
     "ROUTES",
     "AutotuneConfig",
@@ -64,6 +66,7 @@ __all__ = [
     "VerifyConfig",
     "check_options",
     "is_function",
+    "is_script",
     "key_lines",
     "load",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from compilekit.config.problems import (
     File,
     has_type,
     is_function,
+    is_script,
     nearest_name,
     read_dtype,
     read_scalars,
@@ -30,6 +32,7 @@ from compilekit.config.rules import (
     INPUT_DTYPES,
     INPUT_PATH,
     OUTPUT_PATH,
+    PLACEHOLDER,
     RANGES,
 )
 
@@ -49,14 +52,7 @@ def read_entries(
         if entry.warmup and "program" in routes:
             message = 'code that compiles by itself needs [build] routes = ["cache"]'
             file.report(("entries", name, "warmup"), message)
-    used = {
-        axis
-        for entry in entries.values()
-        for rule in entry.inputs.values()
-        for axis in rule.shape
-    }
-    if any(entry.warmup for entry in entries.values()):
-        used |= axes.keys()
+    used = {axis for entry in entries.values() for axis in entry.used_axes(axes)}
     for axis in axes:
         if entries and axis not in used:
             message = "no input uses this axis, so it makes no bucket"
@@ -83,10 +79,8 @@ def _read_entry(
         message = f'expected "package.module:function", found "{example}"'
         file.report((*key, "example"), message)
     warmup = read_text(file, table, (*key, "warmup"))
-    if warmup and not is_function(warmup):
-        message = f'expected "package.module:function", found "{warmup}"'
-        file.report((*key, "warmup"), message)
     if warmup:
+        _check_warmup(file, (*key, "warmup"), warmup, axes)
         for other in ("method", "inputs", "outputs", "kwargs", "example", "grad"):
             if other in table:
                 message = "the warm-up makes its own calls; leave this out"
@@ -115,6 +109,28 @@ def _read_entry(
         warmup=warmup,
         grad=read_text(file, table, (*key, "grad"), "off", GRAD_MODES),
     )
+
+
+def _check_warmup(
+    file: File, key: KeyPath, warmup: str, axes: Mapping[str, tuple[int, ...]]
+) -> None:
+    if is_function(warmup):
+        return
+    if not is_script(warmup):
+        message = (
+            'expected "package.module:function", or a script and its arguments,'
+            f' "train.py --batch {{b}}", found "{warmup}"'
+        )
+        file.report(key, message)
+        return
+    try:
+        shlex.split(warmup)
+    except ValueError as exc:
+        file.report(key, f"{exc}: {warmup}")
+    for name in PLACEHOLDER.findall(warmup):
+        if name not in axes:
+            message = f"{{{name}}}: no such axis"
+            file.report(key, message, nearest_name(name, axes))
 
 
 def _read_inputs(

@@ -11,7 +11,14 @@ from typing import Any
 
 from compilekit.config.lines import KeyPath
 from compilekit.config.records import Scalar
-from compilekit.config.rules import DTYPE_ALIASES, FUNCTION, KEYS, NOT_YET, RANGES
+from compilekit.config.rules import (
+    DTYPE_ALIASES,
+    FUNCTION,
+    KEYS,
+    NOT_YET,
+    RANGES,
+    SCRIPT,
+)
 from compilekit.errors import ConfigError
 
 
@@ -41,6 +48,11 @@ def is_function(source: str) -> bool:
     """True if a model's source has the form ``package.module:function``."""
     # hf:bert has the form too: no module can be called hf.
     return not names_hugging_face(source) and FUNCTION.fullmatch(source) is not None
+
+
+def is_script(warmup: str) -> bool:
+    """True if a warm-up has the form ``train.py --batch {b}``."""
+    return SCRIPT.fullmatch(warmup) is not None
 
 
 def names_hugging_face(source: str) -> bool:

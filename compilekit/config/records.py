@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from compilekit.config.rules import PLACEHOLDER, SCRIPT
 
 Scalar = bool | int | float | str
 
@@ -72,9 +74,10 @@ class EntryConfig:
             bucket, for inputs that dicts and lists can't express (dataclasses):
             ``function(axes: dict[str, int]) -> dict[str, object]``; empty = built
             from ``inputs``.
-        warmup: ``package.module:function`` that calls ``torch.compile`` itself, for
-            the cache route: ``function(axes: dict[str, int])`` runs what one bucket
-            needs and returns outputs to compare; empty = the method is compiled.
+        warmup: Code that calls ``torch.compile`` itself, for the cache route:
+            ``package.module:function``, a ``function(axes: dict[str, int])`` that runs
+            what one bucket needs and returns outputs to compare; or a script and its
+            arguments, ``train.py --batch {b}``; empty = the method is compiled.
         grad: Mode that the cache route compiles the method in: ``off``
             (``torch.no_grad``) or ``inference`` (``torch.inference_mode``).
         role: ``prefill`` or ``decode`` for an entry that ``[generate]`` makes; empty =
@@ -90,6 +93,17 @@ class EntryConfig:
     warmup: str = ""
     grad: str = "off"
     role: str = ""
+
+    def used_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of the configuration's axes that the entry's buckets are made of.
+
+        A warm-up function is given all of them, a script those its arguments name.
+        """
+        if self.warmup and not SCRIPT.fullmatch(self.warmup):
+            return tuple(axes)
+        used = {axis for rule in self.inputs.values() for axis in rule.shape}
+        used |= {*PLACEHOLDER.findall(self.warmup)}
+        return tuple(axis for axis in axes if axis in used)
 
 
 @dataclasses.dataclass(frozen=True)

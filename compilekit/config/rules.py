@@ -107,6 +107,9 @@ _NAME = r"[^\W\d]\w*"
 _KEY = r"""\[(?:\d+|"[^"'\\]+"|'[^"'\\]+')\]"""
 IDENTIFIER = re.compile(_NAME)
 FUNCTION = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
+SCRIPT = re.compile(r"(?!/)[^\s'\"]+\.py(?:\s.*)?", re.DOTALL)
+# A bucket's size of an axis, in a script's arguments.
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 AXIS = re.compile(r"[a-z][a-z0-9_]*")
 INPUT_PATH = re.compile(rf"{_NAME}(?:\.{_NAME}|{_KEY})*")
 # An output that is one bare tensor has the empty path.

@@ -54,7 +54,6 @@ def serve(spec: dict[str, Any]) -> dict[str, Any]:
     receipt = compilekit.restore(spec["artifact"], require="cache")
     restored = time.perf_counter()
     calls = _calls(config, spec["buckets"], spec.get("device", "cpu"))
-    made = time.perf_counter()
     found = [call() for call in calls]
     ended = time.perf_counter()
     receipt.finish()
@@ -70,7 +69,7 @@ def serve(spec: dict[str, Any]) -> dict[str, Any]:
         "misses": [miss.reason for miss in receipt.misses],
         "counted": counted,
         "processes": list(processes),
-        "seconds": {"restore": restored - began, "first calls": ended - made},
+        "seconds": {"restore": restored - began, "model and calls": ended - restored},
     }
 
 
@@ -78,32 +77,20 @@ def _calls(config: Any, buckets: list[Any], device: str) -> list[Any]:
     """Functions that make each bucket's call, with the same numbers every time."""
     import torch
 
-    from compilekit.compiler import examples, models, names
-    from compilekit.compiler.cache_worker import compile_entry, grad_mode
+    from compilekit.compiler.calls import caller
     from compilekit.plan import Bucket
 
-    sys.path.insert(0, str(config.path.parent))
-    compiled: dict[str, Any] = {}
-    model = None
+    run = caller(config, device)
 
-    def call(entry: Any, bucket: Bucket) -> Any:
+    def call(name: str, bucket: Bucket) -> Any:
         torch.manual_seed(0)
-        if entry.warmup:
-            where = f"[entries.{entry.name}] warmup"
-            warmup = names.import_function(config, entry.warmup, where)
-            return warmup(dict(bucket.axes))
-        kwargs = examples.example_kwargs(config, entry, bucket, device=device, seed=0)
-        with grad_mode(entry):
-            return compiled[entry.name](**kwargs)
+        return run(name, bucket)
 
-    made = []
-    for name, bucket, axes in buckets:
-        entry = config.entries[name]
-        if not entry.warmup and name not in compiled:
-            model = model or models.build_real(config, seed=0).to(device)
-            compiled[name] = compile_entry(config, model, entry)
-        made.append(functools.partial(call, entry, Bucket(bucket, axes)))
-    return made
+    sys.path.insert(0, str(config.path.parent))
+    return [
+        functools.partial(call, name, Bucket(bucket, axes))
+        for name, bucket, axes in buckets
+    ]
 
 
 def count(staged: Path) -> dict[str, int]:
