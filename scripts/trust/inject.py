@@ -492,6 +492,13 @@ def starved(
     return good
 
 
+def ended(number: int, _: object) -> None:
+    """Ended from outside, the script takes its mounts and folders along."""
+    # timeout(1) sends it twice.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit("ended by SIGTERM")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The stages that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -502,8 +509,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--damages", type=int, default=len(DAMAGES))
     parser.add_argument("--operations", help="comma-separated, of kill and full")
     given = parser.parse_args(arguments)
-    # Ended from outside, it takes its mounts and folders along.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    signal.signal(signal.SIGTERM, ended)
     stages = given.stages or ["files", "kill", "full"]
     print(f"seed {given.seed}")
     good = True
