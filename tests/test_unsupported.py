@@ -252,14 +252,18 @@ def test_buckets_are_compared_with_each_other(
 # --- At verify ------------------------------------------------------------------------
 
 
-def test_padding_that_changes_the_result_is_refused(tmp_path: Path) -> None:
-    """Verify also makes a call that is padded, and compares it with eager's own."""
-    config = configuration.load(FOLDER / "mean_pooled.toml")
+@pytest.mark.parametrize(
+    ("what", "name"),
+    list(zip(AT_VERIFY, ["mean_pooled", "nested_encoder"], strict=True)),
+    ids=["padding", "path"],
+)
+def test_a_result_that_differs_is_refused(what: str, name: str, tmp_path: Path) -> None:
+    """Verify also makes calls that are padded, with masks as padding makes them."""
+    config = configuration.load(FOLDER / f"{name}.toml")
     result = build(config, tmp_path / "artifact")
-    ((what, message),) = AT_VERIFY.items()
     (bucket,) = result.buckets
     assert bucket.error_type == "VerifyError"
-    check_row(what, message, bucket.error, result.exit_code)
+    check_row(what, AT_VERIFY[what], bucket.error, result.exit_code)
 
 
 # --- At attach, and at each call ------------------------------------------------------

@@ -282,6 +282,19 @@ class Doubled(nn.Module):
         return torch.cat([x, x + 1])
 
 
+class NestedEncoder(nn.Module):
+    """Eager packs a padded batch, so that padding comes back as zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        encoded_BSD: torch.Tensor = self.encoder(x, src_key_padding_mask=padding)
+        return encoded_BSD
+
+
 class MeanPooled(nn.Module):
     """Averages over positions, padding included."""
 
