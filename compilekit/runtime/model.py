@@ -415,7 +415,7 @@ def module_mismatches(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
         yield _hook("every module")
     for name, module in modules.items():
         around = not name and entry.method == "forward"
-        if not around and any(map(_acts, forward_hooks(module))):
+        if not around and any(h and _acts(h) for h in forward_hooks(module)):
             yield _hook(name or "the model")
         for method in {"forward", "forward" if name else entry.method}:
             if _is_replaced(module, method):
