@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -138,7 +139,8 @@ def test_what_is_replaced_in_torch_is_put_back(
         (codecache.BypassFxGraphCache, "__init__"),
         (codecache.FxGraphCachePickler, "get_hash"),
         (codecache.CppCodeCache, "load_async"),
-        (benchmarking.Benchmarker, "benchmark"),
+        (benchmarking.Benchmarker, "benchmark_cpu"),
+        (benchmarking.InductorBenchmarker, "benchmark_gpu"),
     )
     if hasattr(codecache.FxGraphCachePickler, "get_key"):  # torch 2.13
         places += ((codecache.FxGraphCachePickler, "get_key"),)
@@ -153,6 +155,41 @@ def test_what_is_replaced_in_torch_is_put_back(
     )
     patches.close()
     assert [getattr(owner, name) for owner, name in places] == before
+
+
+def test_every_way_to_time_a_kernel_is_seen(patches: contextlib.ExitStack) -> None:
+    """Also a GPU's, which only the class that torch makes one of has."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    from compilekit._torch.caches import events
+
+    seen: list[str] = []
+    with patch.object(type(benchmarker), "benchmark_gpu", lambda self, call: call()):
+        events.watch(
+            patches, lambda code, local: None, lambda kind, detail: seen.append(kind)
+        )
+        assert benchmarker.benchmark_gpu(lambda: 1.5) == 1.5
+        benchmarker.benchmark(lambda: None, device="cpu", warmup=0, rep=0)
+        patches.close()
+    assert seen == ["benchmark", "benchmark"]
+
+
+def test_worker_processes_start_for_a_miss_only(patches: contextlib.ExitStack) -> None:
+    """Until then torch compiles by itself, whichever thread asks."""
+    from compilekit._torch.caches import settings
+
+    inductor = torch._inductor.config
+    usual = inductor.compile_threads
+    patches.enter_context(inductor.patch(compile_threads=5))
+    allow = settings.compile_in_process(patches)
+    assert inductor.compile_threads == 1
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        assert pool.submit(getattr, inductor, "compile_threads").result() == 1
+    allow()
+    allow()
+    assert inductor.compile_threads == 5
+    patches.close()
+    assert inductor.compile_threads == usual
 
 
 def test_a_refusal_to_cache_names_the_object(patches: contextlib.ExitStack) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from compilekit._torch.emulation.assembler import check_assembler
 from compilekit.artifact import Artifact, open_artifact
+from compilekit.compiler.device import cuda_environment
 from compilekit.errors import ResourceError
 from compilekit.targets import list_targets, load_target
 
@@ -295,6 +297,64 @@ def test_an_assembler_that_rejects_the_gpu_ends_the_build(tmp_path: Path) -> Non
         check_assembler(unknown)
 
 
+# A start from restored caches, where the GPU is emulated: no kernel is launched.
+START = """
+import contextlib, json, sys
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.runtime import static_triton_launcher
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+import compilekit
+from compilekit import config as configuration
+from compilekit._torch import emulation, without_device
+from compilekit.compiler.calls import caller
+from compilekit.plan import make_plan
+from compilekit.runtime import gpu
+from compilekit.targets import load_target
+
+def load_kernel(self, device):
+    # So many that Inductor would try a smaller reduction.
+    self.function, self.n_regs, self.n_spills = 1, 250, 0
+
+def compile_only(patches):
+    # Kernels aren't held to one config here, as they are while caches are built.
+    without_device.kept_triton_kernels = lambda *given: contextlib.nullcontext()
+    without_device.compile_only(patches)
+
+launchers = []
+make_launchers = CachingAutotuner._make_launchers
+
+def made(self):
+    make_launchers(self)
+    launchers.append(len(self.launchers))
+
+emulation.install(load_target("nvidia-h200"))
+static_triton_launcher.StaticallyLaunchedTritonKernel.load_kernel = load_kernel
+CachingAutotuner._make_launchers = made
+gpu.driver_version = lambda: (13, 0)
+processes = []
+STARTS = ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork")
+sys.addaudithook(lambda event, args: event in STARTS and processes.append(str(args)))
+with contextlib.ExitStack() as patches:
+    compile_only(patches)
+    config = configuration.load(Path("compilekit.toml"))
+    receipt = compilekit.restore("artifact", work_dir="work", require="cache")
+    there = {path for path in Path("work").rglob("*.*") if path.suffix != ".py"}
+    call = caller(config, "cuda:0", fake=True)
+    for job in make_plan(config).jobs:
+        call(job.entry, job.bucket)
+    receipt.finish()
+    kinds = (".so", ".cubin")
+    new = [p for p in Path("work").rglob("*.*") if p.suffix in kinds and p not in there]
+found = {name: counters[name] for name in ("inductor", "aot_autograd")}
+found.update(processes=processes, launchers=launchers, new=list(map(str, new)))
+print(json.dumps(found))
+"""
+
+
 def test_caches_are_built_without_the_gpu(tmp_path: Path) -> None:
     """Graphs with their cubins inside, found by keys that name the GPU."""
     code, result = build(tmp_path, "Small", "nvidia-h200", more='routes = ["cache"]')
@@ -307,8 +367,29 @@ def test_caches_are_built_without_the_gpu(tmp_path: Path) -> None:
     assert cache["packages"] == []
     assert cache["kernels"] == {}
     assert list(cache["traced"]) == ["models:Small.forward"]
-    graphs = [name for name in cache["files"] if name.startswith("inductor/fxgraph/")]
-    assert len(graphs) == 2
-    for name in graphs:
-        graph = artifact.read(f"caches/nvidia-h200/blobs/{cache['files'][name]}")
-        assert b"\x7fELF" in graph
+    kinds = [name.split("/")[1] for name in cache["files"] if "inductor/" in name]
+    assert kinds.count("fxgraph") == 2
+    cubins = [name for name in cache["files"] if name.endswith(".cubin")]
+    assert len(cubins) >= 2
+
+    # Another process finds all of it, by fake tensors as far as the device's own work.
+    (tmp_path / "start.py").write_text(START)
+    target = load_target("nvidia-h200")
+    here = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "start.py"],
+        cwd=tmp_path,
+        env={**cuda_environment(target, tmp_path, os.environ), "PATH": "", **here},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["inductor"]["fxgraph_cache_hit"] == 2
+    assert "fxgraph_cache_miss" not in found["inductor"]
+    assert found["aot_autograd"]["autograd_cache_hit"] == 2
+    # Each kernel was found, with one config, and is launched without Triton.
+    assert found["inductor"]["triton_bundler_load_static_autotuner"] == len(cubins)
+    assert set(found["launchers"]) == {1}
+    assert (found["processes"], found["new"]) == ([], [])

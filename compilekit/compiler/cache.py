@@ -131,7 +131,8 @@ def build_caches(
     if any(result.status == "failed" for result in results):
         return Harvest(results, {}, None)
     files = cache_harvest.inductor_files(scratch / "inductor")
-    triton, relocated = cache_harvest.triton_files(scratch / "triton")
+    unused = frozenset(json.loads((scratch / "unused.json").read_bytes()))
+    triton, relocated = cache_harvest.triton_files(scratch / "triton", unused)
     if not place.emulated:
         # Packages hold guards on the real tensors of a device.
         again = _run(

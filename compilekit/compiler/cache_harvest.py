@@ -38,9 +38,13 @@ def _files(root: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
             yield path
 
 
-def triton_files(root: Path) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def triton_files(
+    root: Path, unused: frozenset[str] = frozenset()
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Files of a Triton cache, and which of them hold `PLACE`.
 
+    Args:
+        unused: Folders to leave behind: kernels that no graph launches.
     Raises:
         HarvestError: a group file names a member that isn't there.
     Source: triton 3.6 runtime/cache.py, FileCacheManager.put_group: the group's JSON
@@ -49,7 +53,7 @@ def triton_files(root: Path) -> tuple[dict[str, bytes], tuple[str, ...]]:
     files: dict[str, bytes] = {}
     relocated = []
     for path in _files(root, ("*/*",)):
-        if path.suffix not in _TRITON:
+        if path.suffix not in _TRITON or path.parent.name in unused:
             continue
         name = f"triton/{path.relative_to(root).as_posix()}"
         data = path.read_bytes()

@@ -47,7 +47,7 @@ def _replay(spec: dict[str, Any]) -> dict[str, Any]:
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     os.environ["PATH"] = ""
     receipt = restore(artifact, work_dir=spec["work_dir"], require="cache")
-    call = caller(config, weights=spec["weights"])
+    call = caller(config, spec["device"], weights=spec["weights"])
     bucket = Bucket(spec["bucket"], spec["axes"])
 
     def run() -> Any:

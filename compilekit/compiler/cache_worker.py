@@ -86,6 +86,7 @@ def run(
         package_record,
         packages,
         settings,
+        triton_configs,
     )
     from compilekit.compiler.calls import caller
     from compilekit.compiler.worker import describe_model
@@ -99,6 +100,12 @@ def run(
     everything: list[Seen] = []
     recorder = package_record.record() if spec["phase"] == "packages" else None
     settings.compile_all_buckets_once(patches, spec["recompile_limit"])
+    on_gpu = spec["device"] != "cpu"
+    options = settings.GPU_OPTIONS if on_gpu else {}
+    settings.pin_options(patches, options)
+    if recorder is not None:
+        triton_configs.serve(patches)
+    launched = triton_configs.record(patches)
     kernels.record(patches, folder / "kernels")
     first = [] if recorder is None else json.loads((folder / "keys.json").read_bytes())
     known = {key["key"] for key in first}
@@ -172,7 +179,9 @@ def run(
     if recorder is None:
         found = [key for one in everything for key in one.keys]
         _write(folder / "keys.json", found)
-        _write(folder / "factors.json", factors.here())
+        _write(folder / "factors.json", factors.here(options))
+        unused = triton_configs.settle(folder / "inductor", launched)
+        _write(folder / "unused.json", unused)
         _write(folder / "layout.json", _rank())
         _write(folder / "compiled.json", compiled)
     else:

@@ -237,6 +237,12 @@ def _serve(
     )
 
     settings.compile_all_buckets_once(patches, cache.recompile_limit)
+    settings.pin_options(patches, cache.factors["cache.options"])
+    let_workers_start = settings.compile_in_process(patches)
+    if cache.factors["cache.gpu"]:
+        from compilekit._torch.caches import triton_configs
+
+        triton_configs.serve(patches)
     if "CXX" not in os.environ:
         settings.pin_compiler(patches, cache.factors["cache.compiler"])
     served = {
@@ -275,7 +281,12 @@ def _serve(
             )
         receipt.note_miss("frame", f"frame {name} is traced anew: {why}")
 
-    events.watch(patches, on_frame, receipt.note_miss, receipt.hold)
+    def on_event(kind: str, detail: str) -> None:
+        receipt.note_miss(kind, detail)
+        if kind == "compile":
+            let_workers_start()
+
+    events.watch(patches, on_frame, on_event, receipt.hold)
     _watch_processes(patches, receipt)
 
 

@@ -6,7 +6,9 @@ stdin and prints the answer as one JSON line.
     spec      artifact, config, buckets: [entry, name, axes] in the order of use,
               device (``cpu``)
     answer    max_abs_diff from eager, misses, and what was counted: graphs traced,
-              graphs compiled and found, C++ kernels built, processes started
+              graphs compiled and found, kernels built and timed, processes started
+
+Without an artifact nothing is restored: torch compiles, for comparison.
 
 Nothing that is counted comes from compilekit's own watching but the misses.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 _STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "os.fork")
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 processes: list[str] = []
 
 
@@ -50,14 +53,22 @@ def serve(spec: dict[str, Any]) -> dict[str, Any]:
     config = configuration.load(Path(spec["config"]))
     if config.compile.threads:
         torch.set_num_threads(config.compile.threads)
+    device = spec.get("device", "cpu")
     began = time.perf_counter()
-    receipt = compilekit.restore(spec["artifact"], require="cache")
+    receipt = None
+    if "artifact" in spec:
+        receipt = compilekit.restore(spec["artifact"], require="cache")
     restored = time.perf_counter()
-    calls = _calls(config, spec["buckets"], spec.get("device", "cpu"))
+    folders = [Path(os.environ[name]) for name in _FOLDERS if name in os.environ]
+    there = _built(folders)
+    calls = _calls(config, spec["buckets"], device)
     found = [call() for call in calls]
+    if device != "cpu":
+        torch.cuda.synchronize()
     ended = time.perf_counter()
-    receipt.finish()
-    counted = count(Path(receipt.staged))
+    if receipt is not None:
+        receipt.finish()
+    counted = count(folders, there)
     torch.compiler.set_stance("force_eager")
     differences = [
         largest_difference(one, call()) for one, call in zip(found, calls, strict=True)
@@ -66,7 +77,9 @@ def serve(spec: dict[str, Any]) -> dict[str, Any]:
         "user": os.getuid(),
         "path": os.environ.get("PATH"),
         "max_abs_diff": max(differences),
-        "misses": [miss.reason for miss in receipt.misses],
+        "misses": [miss.reason for miss in receipt.misses] if receipt else [],
+        "traced": receipt.traced if receipt else [],
+        "packages": receipt.packages if receipt else [],
         "counted": counted,
         "processes": list(processes),
         "seconds": {"restore": restored - began, "model and calls": ended - restored},
@@ -93,8 +106,18 @@ def _calls(config: Any, buckets: list[Any], device: str) -> list[Any]:
     ]
 
 
-def count(staged: Path) -> dict[str, int]:
-    """What torch counted, and the C++ kernels that lie where it builds them."""
+def _built(folders: list[Path]) -> set[Path]:
+    """Compiled kernels, C++ and Triton, where torch and Triton write them."""
+    return {
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in (".so", ".cubin")
+    }
+
+
+def count(folders: list[Path], there: set[Path]) -> dict[str, int]:
+    """What torch counted, and the kernels that weren't `there` when calls began."""
     from torch._dynamo.utils import counters
 
     inductor, autograd = counters["inductor"], counters["aot_autograd"]
@@ -103,7 +126,12 @@ def count(staged: Path) -> dict[str, int]:
         "graphs": inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
         "missed": autograd["autograd_cache_miss"] + autograd["autograd_cache_bypass"],
         "found": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
-        "kernels": sum(1 for _ in (staged / "inductor").rglob("*.so")),
+        "kernels": len(_built(folders) - there),
+        "benchmarks": sum(
+            times
+            for name, times in inductor.items()
+            if name.startswith("benchmarking.")
+        ),
     }
 
 

@@ -72,10 +72,10 @@ def watch(
     replace(compile_fx, "InductorError", _or_ours(InductorError))
     for kind in (codecache.BypassFxGraphCache, autograd_cache.BypassAOTAutogradCache):
         replace(kind, "__init__", _reporting_init(kind, on_event))
-    for name in ("benchmark", "benchmark_cpu", "benchmark_gpu"):
-        method = getattr(benchmarking.Benchmarker, name, None)
-        if method is not None:
-            replace(benchmarking.Benchmarker, name, _reported(method, name, on_event))
+    # A subclass has its own method for a GPU, and the one for both calls it.
+    for timer in _and_subclasses(benchmarking.Benchmarker):
+        for name in [n for n in vars(timer) if n.startswith("benchmark_")]:
+            replace(timer, name, _reported(vars(timer)[name], name, on_event))
 
 
 def _or_ours(wrapper: Any) -> Callable[[Exception, Any], Exception]:
@@ -112,6 +112,13 @@ def _reporting_init(kind: type[Exception], on_event: OnEvent) -> Callable[..., N
             on_event("bypass", reason)
 
     return init
+
+
+def _and_subclasses(kind: type[Any]) -> list[type[Any]]:
+    found: list[type[Any]] = [kind]
+    for each in kind.__subclasses__():
+        found += _and_subclasses(each)
+    return found
 
 
 def _reported(method: Any, name: str, on_event: OnEvent) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ _COMPILED_FOR = frozenset(
 )
 
 
-def here() -> dict[str, Any]:
+def here(options: Mapping[str, object]) -> dict[str, Any]:
     """Factor → value on this machine, in this process.
 
+    Args:
+        options: Those of Inductor's that the build sets and a start must set alike.
     Source: torch/_inductor/codecache.py, FxGraphHashDetails (num_threads: 2.13);
     torch/_dynamo/package.py, SystemInfo.check_compatibility, which asks for the same
     torch build and the same Python patch release (2.11, 2.13).
@@ -41,6 +44,7 @@ def here() -> dict[str, Any]:
         "cache.cpu_capability": capability(),
         "cache.cpu_flags": sorted(cpu_flags() & _COMPILED_FOR),
         "cache.gpu": gpu,
+        "cache.options": dict(options),
         "cache.python": platform.python_version(),
         "cache.threads": torch.get_num_threads(),
         "cache.torch": torch.__version__,

@@ -7,6 +7,7 @@ that compiles in its worker threads would get other graphs and other keys.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -70,6 +71,43 @@ def compile_all_buckets_once(patches: contextlib.ExitStack, limit: int) -> None:
         (functorch, "error_on_custom_op_aliasing", False),
     ):
         set_option(patches, module, name, value)
+
+
+# What caches for a GPU are built and looked up with, in place of torch's defaults.
+# Triton shortens a long file name, and Inductor then doesn't find the machine code and
+# takes Triton's own launcher, which every start compiles with gcc.
+# Source: torch/_inductor/runtime/triton_heuristics.py, StaticTritonCompileResult
+# .can_statically_launch (2.11, 2.13).
+GPU_OPTIONS: Mapping[str, object] = {
+    "triton.descriptive_names": False,
+    "static_launch_user_defined_triton_kernels": True,
+}
+
+
+def pin_options(patches: contextlib.ExitStack, options: Mapping[str, object]) -> None:
+    """Set options of Inductor's that a build and its starts must agree on."""
+    for name, value in options.items():
+        set_option(patches, torch._inductor.config, name, value)
+
+
+def compile_in_process(patches: contextlib.ExitStack) -> Callable[[], None]:
+    """Start none of torch's worker processes: complete caches need none.
+
+    Returns:
+        A function to call before something is compiled after all: it lets torch start
+        them.
+    Source: torch/_inductor/async_compile.py, maybe_warm_pool and
+    AsyncCompile.use_process_pool (2.11, 2.13).
+    """
+    inductor = torch._inductor.config
+    usual = inductor.compile_threads
+    set_option(patches, inductor, "compile_threads", 1)
+
+    def allow() -> None:
+        if inductor.compile_threads != usual:
+            set_option(patches, inductor, "compile_threads", usual)
+
+    return allow
 
 
 def pin_compiler(patches: contextlib.ExitStack, value: list[Any]) -> None:

@@ -1,0 +1,156 @@
+"""On a GPU: do restored caches spare every compile?
+
+    python scripts/device/caches.py ARTIFACT [--config CONFIG] [--out FILE]
+
+ARTIFACT holds CONFIG's caches, built where there is no GPU. Rows, each in a process of
+its own that starts with nothing but its artifact; one that crashes is a row that says
+so:
+
+    gpu-less   ARTIFACT's
+    build      the same configuration built here, into a folder that is moved then
+    native     what was built, with the build's folder gone
+    cold       nothing restored
+
+PATH is empty but for the build and the cold row. Ends with 1 if a restored row compiled
+or timed anything, or a row failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from compilekit import config as configuration
+from compilekit.plan import make_plan
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SERVE = ROOT / "scripts" / "cache_proof" / "serve.py"
+# What a complete start counts none of.
+NONE = ("graphs", "missed", "kernels", "benchmarks")
+
+
+def main() -> None:
+    """Run every row; one line and one record each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--config", type=Path, default=HERE / "caches.toml")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    config = arguments.config.resolve()
+    rows: list[dict[str, Any]] = []
+
+    def keep(name: str, row: dict[str, Any]) -> None:
+        rows.append({"row": name, **row, "problem": problem(name, row)})
+        print(shown(rows[-1]), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        keep("gpu-less", served(config, folder / "1", arguments.artifact.resolve()))
+        built, moved = folder / "build" / "artifact", folder / "moved"
+        keep("build", build(config, built))
+        if built.is_dir():
+            built.rename(moved)
+            shutil.rmtree(built.parent)
+            keep("native", served(config, folder / "2", moved))
+        keep("cold", served(config, folder / "3", None))
+    sys.exit(any(row["problem"] for row in rows))
+
+
+def served(config: Path, folder: Path, artifact: Path | None) -> dict[str, Any]:
+    """What a fresh process answers; ``error`` with its last words if it died."""
+    folder.mkdir()
+    jobs = make_plan(configuration.load(config)).jobs
+    spec: dict[str, Any] = {
+        "config": str(config),
+        "buckets": [(j.entry, j.bucket.name, dict(j.bucket.axes)) for j in jobs],
+        "device": "cuda:0",
+    }
+    variables = {"TMPDIR": str(folder)}
+    if artifact is None:
+        variables["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+        variables["TRITON_CACHE_DIR"] = str(folder / "triton")
+    else:
+        spec["artifact"] = str(artifact)
+        variables["PATH"] = ""
+    done = started([SERVE], variables, json.dumps(spec))
+    if done.returncode:
+        return failed(done)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def build(config: Path, out: Path) -> dict[str, Any]:
+    """Build the configuration on this GPU; how long that took."""
+    out.parent.mkdir()
+    began = time.perf_counter()
+    command = ["-m", "compilekit", "build", config, "-o", out, "--no-verify"]
+    done = started(command, {"TMPDIR": str(out.parent)}, "")
+    if done.returncode:
+        return failed(done)
+    return {"seconds": {"build": time.perf_counter() - began}}
+
+
+def started(
+    command: list[Any], variables: dict[str, str], given: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with this checkout, and nothing of a cache from this environment."""
+    kept = {k: v for k, v in os.environ.items() if not k.endswith("_CACHE_DIR")}
+    return subprocess.run(
+        [sys.executable, *command],
+        input=given,
+        env={**kept, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def failed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """A process that died, in its own words."""
+    words = f"{done.stdout}\n{done.stderr}".strip().splitlines()
+    return {"error": f"ended with code {done.returncode}", "output": words[-60:]}
+
+
+def problem(name: str, row: dict[str, Any]) -> str:
+    """Why a row doesn't show what it should; "" if it does."""
+    if "error" in row:
+        return str(row["error"])
+    if name in ("build", "cold"):
+        return ""
+    counted = {key: row["counted"][key] for key in NONE if row["counted"][key]}
+    return ", ".join(
+        filter(
+            None,
+            [
+                f"counted {counted}" if counted else "",
+                f"misses {row['misses']}" if row["misses"] else "",
+                f"processes {row['processes']}" if row["processes"] else "",
+            ],
+        )
+    )
+
+
+def shown(row: dict[str, Any]) -> str:
+    """One line for people; a failed row with the end of what it printed."""
+    said = [f"{row['row']}\t{row['problem'] or 'ok'}"]
+    if "seconds" in row:
+        said += [f"{what} {took:.2f} s" for what, took in row["seconds"].items()]
+    if "counted" in row:
+        said += [f"differs from eager by {row['max_abs_diff']:.3g}"]
+        said += [f"{value} {what}" for what, value in row["counted"].items()]
+        said += [f"{len(row['packages'])} packages", f"{len(row['traced'])} traced"]
+    return "\t".join(said) + "".join(f"\n  {line}" for line in row.get("output", ()))
+
+
+if __name__ == "__main__":
+    main()
