@@ -378,7 +378,12 @@ def test_long_prompt_without_chunks(
         (
             '[entries.forward.inputs.x]\nshape = [1]\ndtype = "float32"\n'
             "[serve]\ncuda_graphs = true",
-            "only .generate.'s steps",
+            "only .generate.'s steps are replayed",
+        ),
+        (
+            '[entries.forward.inputs.x]\nshape = [1]\ndtype = "float32"\n'
+            "[compile]\ndecode_kernels = false",
+            "only .generate.'s steps have kernels",
         ),
         (
             '[entries.forward.inputs.x]\nshape = [1]\ndtype = "float32"\n[autotune]',

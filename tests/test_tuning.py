@@ -13,11 +13,16 @@ from compilekit.compiler.tuning import Tuning, load_tuning, read_tuning
 from compilekit.errors import ConfigError
 
 KERNELS = {"a" * 64: {"config": {"XBLOCK": 64, "num_warps": 4, "num_stages": 1}}}
+CHOICES: dict[str, Any] = {
+    "bfloat16 1 x 64 @ 128b": {"blocks": [1, 64, 1, 4]},
+    "bfloat16 1 x 64 @ 32": {"blocks": []},
+}
 GOOD: dict[str, Any] = {
     "schema": 1,
     "target": "nvidia-h200",
     "torch": "2.11.0",
     "kernels": KERNELS,
+    "choices": CHOICES,
 }
 
 
@@ -30,9 +35,15 @@ def write(folder: Path, data: Any) -> Path:
 def test_read_back(tmp_path: Path) -> None:
     """What was written comes back, config by source digest."""
     tuning = load_tuning(write(tmp_path, GOOD))
-    assert tuning == Tuning("nvidia-h200", "2.11.0", KERNELS)
+    assert tuning == Tuning("nvidia-h200", "2.11.0", KERNELS, CHOICES)
     assert tuning.as_json() == GOOD
     assert tuning.configs() == {"a" * 64: KERNELS["a" * 64]["config"]}
+
+
+def test_a_file_from_before_choices(tmp_path: Path) -> None:
+    """One without choices is taken; it chooses nothing."""
+    older = {name: value for name, value in GOOD.items() if name != "choices"}
+    assert load_tuning(write(tmp_path, older)).choices == {}
 
 
 def test_without_a_file(tmp_path: Path) -> None:
@@ -67,6 +78,10 @@ dtype = "float32"
             {**GOOD, "kernels": {"b" * 64: {"config": {"XBLOCK": 1}}}},
             "num_warps and num_stages",
         ),
+        ({**GOOD, "choices": []}, "choices must be a table"),
+        ({**GOOD, "choices": {"x": {}}}, "choice x has no blocks"),
+        ({**GOOD, "choices": {"x": {"blocks": [1, 2]}}}, "four numbers, or none"),
+        ({**GOOD, "choices": {"x": {"blocks": [1, 2, 3, "4"]}}}, "four numbers"),
     ],
     ids=str,
 )

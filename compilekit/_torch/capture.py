@@ -251,6 +251,8 @@ class _Located(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.higher_order.flex_attention:
             self.attention.append(("flex", self.where()))
+        if getattr(target, "_opname", "") == "decode_attention":
+            self.attention.append(("decode", self.where()))
         if target is not torch.nn.functional.scaled_dot_product_attention:
             return super().call_function(target, args, kwargs)
         seen = _AttentionOperators()  # type: ignore[no-untyped-call]

@@ -94,22 +94,34 @@ def _measured(
     known: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[None]:
     """Keep every autotuner by the digest of its source, and every time it takes."""
+    from torch._inductor.runtime.hints import HeuristicType
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     autotuner: Any = CachingAutotuner
     precompile, bench = autotuner.precompile, autotuner.bench
 
+    def configs(self: Any) -> list[Any]:
+        """Compiled here from configs, or by a worker process to results."""
+        return list(self.configs or [r.config for r in self.compile_results])
+
     def keep(self: Any, *args: Any, **kwargs: Any) -> None:
         digest = sha256(self.fn.src.encode())
+        if (
+            self.heuristic_type is HeuristicType.USER_AUTOTUNE
+            and len(configs(self)) < 2
+        ):
+            # A caller's own, with nothing to choose from. Its source is the same for
+            # all the constants that it's compiled with, so it's no name for a config.
+            precompile(self, *args, **kwargs)
+            return
         if digest in known:
             # Any config would do: it only has to run. The first is measured no more.
             self.configs = (self.configs or ())[:1]
             self.compile_results = self.compile_results[:1]
-        # Compiled here from configs, or by a worker process to results.
-        configs = self.configs or [result.config for result in self.compile_results]
-        if not hasattr(self, "compilekit_default") and configs:
-            self.compilekit_default = configs[0]
-            configs[0].found_by_coordesc = digest in known
+        first = next(iter(configs(self)), None)
+        if not hasattr(self, "compilekit_default") and first is not None:
+            self.compilekit_default = first
+            first.found_by_coordesc = digest in known
         precompile(self, *args, **kwargs)
         kernels.setdefault(digest, self)
 

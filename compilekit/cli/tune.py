@@ -73,6 +73,19 @@ def report(result: TuneResult) -> Report:
         columns = ("kernel", "default µs", "best µs", "measured", "config")
         note = f"the {len(rows)} that gained most, of {len(gained)} measured"
         blocks.append(Table("kernel", columns, rows, note=note))
+    if result.choices:
+        columns = ("product", "library µs", "best µs", "measured", "blocks")
+        choices = [
+            (
+                choice.product,
+                Number(choice.library_milliseconds * 1e3),
+                Number(choice.milliseconds * 1e3),
+                choice.measured,
+                " ".join(map(str, choice.blocks)) or "library",
+            )
+            for choice in result.choices
+        ]
+        blocks.append(Table("product", columns, choices))
     blocks.append(
         Facts(
             (

@@ -50,6 +50,7 @@ from compilekit.compiler.examples import example_kwargs
 from compilekit.compiler.harvest import HostCode, host_code
 from compilekit.compiler.models import entry_callable
 from compilekit.compiler.names import FOREIGN_ERRORS
+from compilekit.compiler.tuning import Tuning
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import (
     CaptureError,
@@ -105,14 +106,14 @@ def compile_bucket(
     bucket: Bucket,
     target: Target,
     on_stage: OnStage,
-    tuned: Mapping[str, Mapping[str, Any]],
+    tuning: Tuning,
 ) -> CompiledBucket:
     """Compile a bucket of an entry on fake tensors.
 
     Args:
         model: The fake model, from `compilekit.compiler.models.build_fake`.
         on_stage: Called with a stage's name and seconds when it ends.
-        tuned: Digest of a Triton kernel's source → the config that won on a device.
+        tuning: What won on a device, kernel by kernel.
     Raises:
         GraphBreakError: Dynamo can't hold the call in one graph.
         UnsupportedByProgramError: the program route can't carry something.
@@ -137,8 +138,12 @@ def compile_bucket(
 
     began = time.perf_counter()
     dynamo.normalise_annotations(captured.graph, captured.example_inputs)
+    if call.own_kernels:
+        from compilekit.compiler import decode_kernels
+
+        decode_kernels.replace(captured.graph, tuning)
     options = inductor_options(config)
-    lowered = _lower(captured, options, target, tuned)
+    lowered = _lower(captured, options, target, tuning.configs())
     _refuse_wrappers(lowered, len(places))
     on_stage("lower", time.perf_counter() - began)
 
@@ -204,6 +209,11 @@ def capture_bucket(
     return captured
 
 
+def has_own_kernels(config: Config, entry: EntryConfig, device: str) -> bool:
+    """Whether an entry's products of few rows are our own kernels'."""
+    return bool(entry.role) and config.compile.decode_kernels and device != "cpu"
+
+
 def inductor_options(config: Config) -> dict[str, Any]:
     """Inductor's options: of the mode, the configuration's, and those we force."""
     return {
@@ -222,6 +232,7 @@ class _Call(NamedTuple):
         function: What is traced, as ``function(model, kwargs)``.
         around: Held while it is traced.
         output: See `Entry.output`.
+        own_kernels: Whether products of few rows are our own kernels'.
     """
 
     entry: EntryConfig
@@ -229,6 +240,7 @@ class _Call(NamedTuple):
     function: Callable[..., Any]
     around: contextlib.AbstractContextManager[None]
     output: str = ""
+    own_kernels: bool = False
 
 
 def _call(
@@ -245,12 +257,20 @@ def _call(
 
         with _explained("the model can't be run on fake tensors"):
             causal = generate.describe(model)
+        own_kernels = has_own_kernels(config, entry, device)
+        attention: Callable[..., Any] = generate.grouped_attention
+        if own_kernels:
+            # It imports Triton, which torch's CPU wheel lacks.
+            from compilekit.compiler import decode_kernels
+
+            attention = decode_kernels.attention
         return _Call(
             entry=generate.with_cache(entry, causal),
             kwargs=generate.example(config, entry, bucket, causal, mode, device),
             function=generate.STEPS[entry.role],
-            around=generate.grouped(model),
+            around=generate.grouped(model, attention),
             output=causal.output,
+            own_kernels=own_kernels,
         )
     with _explained("the example call can't be made of fake tensors"):
         kwargs = example_kwargs(config, entry, bucket, fake=mode, device=device)

@@ -466,8 +466,10 @@ _OUR_FLAGS = frozenset(
     {"training", "_is_full_backward_hook", "_output_capturing_hooks_installed"}
 )
 _NOT_READ = frozenset({"_forward_hooks", "_forward_pre_hooks", "__class__"})
-# Guards here are about torch itself; its version is a factor.
-_TORCH_MODULES = ("torch", "collections", "inspect", "typing", "functools", "math")
+# Guards here are about torch itself, or us; both versions are factors.
+_NOT_THE_MODELS = frozenset(
+    {"torch", "compilekit", "collections", "inspect", "typing", "functools", "math"}
+)
 
 
 def reads(
@@ -534,7 +536,7 @@ def _read_path(steps: tuple[paths.Step, ...]) -> str | None:
         return paths.render(below)
     if steps[0] == "G" and isinstance(steps[1], tuple):
         module = module_of_alias(str(steps[1][0]))
-        if module is None or module.split(".")[0] in _TORCH_MODULES:
+        if module is None or module.split(".")[0] in _NOT_THE_MODELS:
             return None
         return f"module:{module}:{paths.render(steps[2:])}"
     return None

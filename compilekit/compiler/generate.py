@@ -212,13 +212,15 @@ def grouped_attention(
 
 
 @contextlib.contextmanager
-def grouped(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model's layers call `grouped_attention` where they call SDPA."""
+def grouped(
+    model: torch.nn.Module, attention: Callable[..., Any] = grouped_attention
+) -> Iterator[None]:
+    """Have a model's layers call another function where they call SDPA."""
     config: Any = model.config
     if config._attn_implementation != "sdpa":
         yield
         return
-    AttentionInterface.register(ATTENTION, grouped_attention)
+    AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
     model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     try:

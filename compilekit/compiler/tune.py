@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,7 +23,12 @@ from compilekit._torch import capture as dynamo
 from compilekit._torch import emulation
 from compilekit._torch.tuning import TunedKernel, tune
 from compilekit.compiler import convention
-from compilekit.compiler.compile import capture_bucket, inductor_options
+from compilekit.compiler.compile import (
+    capture_bucket,
+    fake_device,
+    has_own_kernels,
+    inductor_options,
+)
 from compilekit.compiler.models import build_fake
 from compilekit.compiler.tuning import Tuning, load_tuning
 from compilekit.config import Config
@@ -31,6 +36,9 @@ from compilekit.errors import ConfigError, NeedsDeviceError, ResourceError
 from compilekit.events import BuildEvent, OnBuildEvent, ignore
 from compilekit.paths import parse
 from compilekit.targets import Target, load_target
+
+if TYPE_CHECKING:
+    from compilekit.compiler.tune_products import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +50,7 @@ class TuneResult:
         target: Where it was measured.
         kernels: Kernels in the file.
         found: Kernels that this run measured.
+        choices: Products of few rows that this run measured.
         seconds: The whole run.
     """
 
@@ -49,6 +58,7 @@ class TuneResult:
     target: str
     kernels: int
     found: tuple[TunedKernel, ...]
+    choices: tuple[Choice, ...]
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -104,6 +114,7 @@ def tune_config(
     model = build_fake(config, "cuda:0")
     memory: dict[str, torch.Tensor] = {}
     found: list[TunedKernel] = []
+    choices: list[Choice] = []
     for index, job in enumerate(chosen, 1):
         event = BuildEvent(
             "started",
@@ -116,9 +127,16 @@ def tune_config(
         )
         on_event(event)
         started = time.perf_counter()
-        captured = capture_bucket(
-            model, config, config.entries[job.entry], job.bucket, target
-        )
+        entry = config.entries[job.entry]
+        captured = capture_bucket(model, config, entry, job.bucket, target)
+        if has_own_kernels(config, entry, fake_device(target)):
+            from compilekit.compiler import decode_kernels, tune_products
+
+            for product in decode_kernels.find(captured.graph):
+                if product.key not in tuning.choices:
+                    choices.append(tune_products.measure(product))
+                    tuning = _chosen(tuning, target.name, choices[-1])
+            decode_kernels.replace(captured.graph, tuning)
         inputs = _real_inputs(captured, memory)
         options = {**inductor_options(config), "compile_threads": os.cpu_count() or 1}
         fresh = tune(captured, inputs, options, tuning.configs())
@@ -138,6 +156,7 @@ def tune_config(
         target.name,
         len(tuning.kernels),
         tuple(found),
+        tuple(choices),
         time.perf_counter() - began,
     )
 
@@ -196,7 +215,17 @@ def _added(tuning: Tuning, target: str, found: Sequence[TunedKernel]) -> Tuning:
             "default_ms": round(kernel.default_milliseconds, 6),
             "measured": kernel.measured,
         }
-    return Tuning(target, str(torch.__version__).partition("+")[0], kernels)
+    return dataclasses.replace(_measured_here(tuning, target), kernels=kernels)
+
+
+def _chosen(tuning: Tuning, target: str, choice: Choice) -> Tuning:
+    choices = {**tuning.choices, choice.product: choice.as_json()}
+    return dataclasses.replace(_measured_here(tuning, target), choices=choices)
+
+
+def _measured_here(tuning: Tuning, target: str) -> Tuning:
+    version = str(torch.__version__).partition("+")[0]
+    return dataclasses.replace(tuning, target=target, torch=version)
 
 
 def _save(path: Path, tuning: Tuning) -> None:

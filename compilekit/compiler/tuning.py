@@ -6,10 +6,16 @@ anywhere::
     {"schema": 1, "target": "nvidia-h200", "torch": "2.11.0", "kernels": {
         "<sha256 of the kernel's source>": {
             "config": {"XBLOCK": 1, "R0_BLOCK": 2048, "num_warps": 8, "num_stages": 1},
-            "default": {...}, "ms": 0.031, "default_ms": 0.052, "measured": 24}}}
+            "default": {...}, "ms": 0.031, "default_ms": 0.052, "measured": 24}},
+     "choices": {
+        "bfloat16 1 x 3584 @ 3584b 512b 512b": {
+            "blocks": [2, 256, 1, 4], "ms": 0.0095, "library_ms": 0.027,
+            "measured": 5}}}
 
 Kernels are known by their source alone: equal ones in other buckets, models and torch
-versions have been tuned as well.
+versions have been tuned as well. A choice says how a product of few rows is computed:
+by our kernel, cut into such `blocks` (see kernels/products.py), or, where they are
+empty, by the library that torch calls.
 """
 
 from __future__ import annotations
@@ -37,11 +43,13 @@ class Tuning:
         target: Where it was measured; empty if nothing was.
         torch: With which torch.
         kernels: See `Kernels`.
+        choices: Product → ``blocks``, ``ms``, ``library_ms``, ``measured``.
     """
 
     target: str = ""
     torch: str = ""
     kernels: Kernels = dataclasses.field(default_factory=dict)
+    choices: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def configs(self) -> dict[str, Mapping[str, Any]]:
         """Source digest → the config that won."""
@@ -84,7 +92,9 @@ def load_tuning(path: Path) -> Tuning:
             f"[autotune] from: {path} isn't a tuning file: {problem}",
             hint="`compilekit tune` writes it, on a machine that has the device.",
         )
-    return Tuning(data["target"], data["torch"], data["kernels"])
+    return Tuning(
+        data["target"], data["torch"], data["kernels"], data.get("choices", {})
+    )
 
 
 def _problem(data: Any) -> str:
@@ -104,4 +114,12 @@ def _problem(data: Any) -> str:
         good = isinstance(values, dict) and {"num_warps", "num_stages"} <= values.keys()
         if not good:
             return f"kernel {digest[:12]} has no config with num_warps and num_stages"
+    choices = data.get("choices", {})
+    if not isinstance(choices, dict):
+        return "choices must be a table"
+    for key, choice in choices.items():
+        blocks = choice.get("blocks") if isinstance(choice, dict) else None
+        good = isinstance(blocks, list) and len(blocks) in (0, 4)
+        if not good or any(type(number) is not int for number in blocks or ()):
+            return f"choice {key} has no blocks: four numbers, or none"
     return ""

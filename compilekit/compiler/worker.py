@@ -110,7 +110,6 @@ def _compile_all(
 
     pool = ThreadPoolExecutor(max_workers=threads)
     tuning = read_tuning(config)
-    tuned = tuning.configs()
     if target.kind == "cuda":
         if emulation.is_emulated(os.environ):
             emulation.install(target)
@@ -160,7 +159,7 @@ def _compile_all(
             gc.disable()
             entry = config.entries[job.entry]
             compiled: CompiledBucket = compile_bucket(
-                model, config, entry, job.bucket, target, on_stage, tuned
+                model, config, entry, job.bucket, target, on_stage, tuning
             )
             earlier = programs.setdefault(job.entry, [])
             if not entry.role:

@@ -237,10 +237,14 @@ def _read_compile(
         for name, place in options.items():
             if reason := FORCED_OPTIONS.get(name):
                 file.report(place[0], f"the program route sets this itself: {reason}")
+    key: KeyPath = ("compile", "decode_kernels")
+    if key[-1] in table and "generate" not in data:
+        file.report(key, "only [generate]'s steps have kernels of their own")
     return CompileConfig(
         mode=read_text(file, table, ("compile", "mode"), default.mode, MODES),
         fullgraph=fullgraph,
         threads=read_integer(file, table, ("compile", "threads"), default.threads),
+        decode_kernels=read_flag(file, table, key, default.decode_kernels),
         options={name: value for name, (_, value) in options.items()},
     )
 

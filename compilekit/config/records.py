@@ -108,11 +108,21 @@ class EntryConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CompileConfig:
-    """``[compile]``: Inductor's mode and options; ``threads`` 0 = any thread count."""
+    """``[compile]``: what is compiled, and how.
+
+    Attributes:
+        mode: Whose options Inductor gets, e.g. ``default``.
+        fullgraph: Whether a graph break is an error.
+        threads: Of CPU code; 0 = any thread count.
+        decode_kernels: Whether ``[generate]``'s steps for a GPU take our own kernels
+            for products of few rows and for a token's attention.
+        options: Inductor's.
+    """
 
     mode: str = "default"
     fullgraph: bool = True
     threads: int = 0
+    decode_kernels: bool = True
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 

@@ -19,7 +19,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "entries.*.inputs.*": ("shape", "dtype", "pad", "default", "low", "high"),
     "entries.*.outputs.*": ("cut",),
     "generate": ("batch", "prompt", "cache"),
-    "compile": ("mode", "fullgraph", "threads", "options"),
+    "compile": ("mode", "fullgraph", "threads", "decode_kernels", "options"),
     "gates": ("graph_breaks", "math_attention"),
     "verify": ("atol", "rtol", "weights"),
     "build": ("targets", "routes", "jobs"),

@@ -136,6 +136,7 @@ def sections(out: Path, folder: Path) -> list[Section]:
                     *(*hidden, python, "-m", "pytest", "-q", "-m", "cuda", "-n", "5"),
                     *("-p", "no:cacheprovider", "-W", "ignore"),
                     *("tests/test_cuda_build.py", "tests/test_emulation.py"),
+                    "tests/test_decode_kernels.py",
                 ]
             ],
             HERE.parents[1],
