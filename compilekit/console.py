@@ -13,6 +13,7 @@ rich is imported when something is drawn: ``--help`` and plain output never pay 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -102,12 +103,14 @@ class Size:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A numeric difference between two results."""
+    """A numeric difference between two results; nan if there was nothing to compare."""
 
     value: float
 
     def human(self) -> str:
         """Two digits; zero is exact and says so."""
+        if math.isnan(self.value):
+            return "no outputs"
         return "0" if self.value == 0 else f"{self.value:.1e}"
 
     def plain(self) -> str:

@@ -87,7 +87,8 @@ class BucketVerified:
     Attributes:
         threads: Intra-op threads of the replay.
         max_abs_error: Largest absolute difference from eager over all outputs; inf
-            when an output isn't comparable (class, shape, dtype, NaN).
+            when an output isn't comparable (class, shape, dtype, NaN), nan when a
+            warm-up left nothing to compare.
         compiles: Counted by torch's own counters; must be 0.
         spawned: Processes started during attach and calls; must be 0.
         message: Why it didn't pass; empty when it did.
@@ -104,6 +105,11 @@ class BucketVerified:
     passed: bool
     message: str = ""
     target: str = ""
+
+    @property
+    def uncompared(self) -> bool:
+        """True if it shows that nothing was compiled, and no more."""
+        return math.isnan(self.max_abs_error)
 
 
 @dataclasses.dataclass(frozen=True)

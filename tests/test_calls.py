@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from compilekit import config as configuration
+from compilekit.cli.verify import report
 from compilekit.compiler.build import build
 from compilekit.compiler.calls import caller
+from compilekit.compiler.compare import holds_tensors
+from compilekit.compiler.verify import verify
 from compilekit.errors import CaptureError, ConfigError
 from compilekit.plan import Bucket, make_plan
 
@@ -112,13 +115,59 @@ def test_a_script_runs_as_python_would_run_it(
     )
     config = load(tmp_path, "train.py {b} 'two words' {not-an-axis}")
     run = caller(config)
-    assert run("step", Bucket("b2", {"b": 2})) is None
+    assert run("step", Bucket("b2", {"b": 2})) == {}
     assert (tmp_path / "seen").read_text() == "2 two words {not-an-axis}"
     with pytest.raises(CaptureError, match=r"script train\.py ended with exit code"):
         run("step", Bucket("b3", {"b": 3}))
     (tmp_path / "train.py").unlink()
     with pytest.raises(ConfigError, match=r"there is no script train\.py"):
         caller(config)("step", Bucket("b2", {"b": 2}))
+
+
+OUTPUTS = """
+import torch
+
+rows = {"first": torch.ones(2), "name": "first", "later": [torch.zeros(1), None]}
+net = torch.nn.Linear(1, 1, bias=False)
+with torch.no_grad():
+    net.weight.fill_(3)
+count = 3
+"""
+
+
+def test_a_scripts_outputs_are_its_global_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those in containers and models; copies, which a later run doesn't change."""
+    for name, value in (("argv", sys.argv), ("path", list(sys.path))):
+        monkeypatch.setattr(sys, name, value)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    (tmp_path / "train.py").write_text(OUTPUTS)
+    found = caller(load(tmp_path, "train.py {b}"))("step", Bucket("b2", {"b": 2}))
+    assert list(found) == ["rows", "net"]
+    assert list(found["rows"]) == ["first", "later"]
+    assert (len(found["rows"]["later"]), found["net"]["weight"].item()) == (1, 3)
+    sys.modules["__main__"].__dict__["rows"]["first"].zero_()
+    assert found["rows"]["first"].sum() == 2
+    assert holds_tensors(found)
+    assert not holds_tensors({"rows": None, "count": 3})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_scripts_outputs_are_verified(tmp_path: Path, kept: bool) -> None:
+    """Against eager if it leaves a tensor; else what is shown is said."""
+    text = SCRIPT if kept else SCRIPT.replace("sys.exit(0)", "del x, found")
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "helper.py").write_text("def twice(x):\n    return x * 2\n")
+    config = load(tmp_path, "train.py --rows {b}")
+    artifact = build(config, tmp_path / "artifact", verify=False).artifact
+    assert artifact is not None
+    result = verify(artifact, config=config)
+    assert result.passed, result.buckets
+    assert [one.uncompared for one in result.buckets] == [not kept] * 2
+    said = str(report(artifact, result).blocks[-1])
+    assert ("they show only that nothing was compiled" in said) is not kept
 
 
 @pytest.mark.slow

@@ -298,4 +298,5 @@ def _threads(threads: int) -> str:
 def _difference(event: VerifyEvent) -> str:
     if event.result is None:
         return ""
-    return f"differs by {Difference(event.result.max_abs_error).human()}"
+    difference = Difference(event.result.max_abs_error).human()
+    return difference if event.result.uncompared else f"differs by {difference}"

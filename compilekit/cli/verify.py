@@ -47,6 +47,17 @@ def verify(
     return report(artifact, result)
 
 
+def _uncompared(result: VerifyResult) -> str | None:
+    """What the replays of warm-ups without outputs show; None if there are none."""
+    count = sum(replay.uncompared for replay in result.buckets)
+    if not count:
+        return None
+    return (
+        f"{count} of {len(result.buckets)} replays: the warm-up leaves no tensor, so"
+        " they show only that nothing was compiled"
+    )
+
+
 def report(artifact: Path, result: VerifyResult) -> Report:
     """One row per replay, and where the record lies."""
     rows = [
@@ -88,6 +99,7 @@ def report(artifact: Path, result: VerifyResult) -> Report:
     blocks.append(
         Facts(
             (
+                ("not compared", _uncompared(result)),
                 ("artifact", str(artifact)),
                 ("digest", result.digest),
                 ("record", str(result.record) if result.record else None),

@@ -4,7 +4,8 @@ An entry is the model's method, or a warm-up, which calls ``torch.compile`` itse
 function, ``package.module:function``, or a script with its arguments,
 ``train.py --batch {b}``. That is run as ``python train.py --batch 16`` would run it: as
 ``__main__``, with its folder first on the path. What it compiles is found again when
-the same script is started, because both call their module ``__main__``.
+the same script is started, because both call their module ``__main__``. Its outputs are
+the tensors among its global variables.
 """
 
 from __future__ import annotations
@@ -113,10 +114,30 @@ def _warmup(config: Config, entry: EntryConfig) -> Callable[[Bucket], Any]:
             hint=f"Its path is relative to the configuration's folder, {path.parent}.",
         )
 
-    def run(bucket: Bucket) -> None:
-        _run_script(path, [_filled(word, bucket.axes) for word in words])
+    def run(bucket: Bucket) -> dict[str, Any]:
+        module = _run_script(path, [_filled(word, bucket.axes) for word in words])
+        return _tensors({n: v for n, v in vars(module).items() if n[:2] != "__"}) or {}
 
     return run
+
+
+def _tensors(value: Any) -> Any:
+    """Copies of the tensors in a value, which may change in the next run.
+
+    Returns:
+        Mappings and lists like the value's own, without their other items; None if it
+        holds no tensor.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        named = {name: _tensors(item) for name, item in value.items()}
+        return {name: item for name, item in named.items() if item is not None} or None
+    if isinstance(value, (list, tuple)):
+        return [item for item in map(_tensors, value) if item is not None] or None
+    return None
 
 
 def _filled(word: str, axes: Mapping[str, int]) -> str:
@@ -124,12 +145,14 @@ def _filled(word: str, axes: Mapping[str, int]) -> str:
     return PLACEHOLDER.sub(lambda m: str(axes.get(m[1], m[0])), word)
 
 
-def _run_script(path: Path, arguments: list[str]) -> None:
+def _run_script(path: Path, arguments: list[str]) -> types.ModuleType:
     """Run a script as Python does; this process's ``__main__`` is the script's then.
 
     Not `runpy`: it takes the module away when the script ends, and what was compiled
     in it is stored later, by name.
 
+    Returns:
+        The script's module.
     Raises:
         CaptureError: the script ended with another code than 0.
     """
@@ -148,3 +171,4 @@ def _run_script(path: Path, arguments: list[str]) -> None:
             raise CaptureError(
                 f"script {path.name} ended with exit code {end.code}"
             ) from end
+    return module

@@ -64,6 +64,13 @@ def compare(
     return Difference(worst, "; ".join(messages))
 
 
+def holds_tensors(result: Any) -> bool:
+    """True if there is anything in a result that `compare` measures."""
+    leaves: list[Any] = []
+    _walk(result, result, "", leaves)
+    return bool(leaves)
+
+
 def _walk(found: Any, expected: Any, path: str, leaves: list[Any]) -> str:
     where = path or "the output"
     if type(found) is not type(expected):
