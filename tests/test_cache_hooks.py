@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -172,6 +173,28 @@ def test_every_way_to_time_a_kernel_is_seen(patches: contextlib.ExitStack) -> No
         benchmarker.benchmark(lambda: None, device="cpu", warmup=0, rep=0)
         patches.close()
     assert seen == ["benchmark", "benchmark"]
+
+
+def test_a_user_without_a_name_has_a_cache_directory(
+    patches: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's user id may be in no list; torch 2.11 asks for its name."""
+    import getpass
+
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    from compilekit._torch.caches import settings
+
+    def nobody() -> str:
+        raise KeyError("uid not found")
+
+    usual = default_cache_dir()
+    monkeypatch.setattr(getpass, "getuser", nobody)
+    settings.name_user(patches)
+    assert default_cache_dir().endswith(f"torchinductor_uid_{os.getuid()}")
+    monkeypatch.undo()
+    patches.close()
+    assert default_cache_dir() == usual
 
 
 def test_worker_processes_start_for_a_miss_only(patches: contextlib.ExitStack) -> None:

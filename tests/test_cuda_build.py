@@ -355,6 +355,39 @@ print(json.dumps(found))
 """
 
 
+def start(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Restore a folder's artifact in a fresh process."""
+    (folder / "start.py").write_text(START)
+    environment = cuda_environment(load_target("nvidia-h200"), folder, os.environ)
+    del environment["TRITON_DISABLE_LINE_INFO"]
+    here = {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "start.py"],
+        cwd=folder,
+        env={**environment, **here, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_kernel_that_triton_doesnt_find_names_the_component(tmp_path: Path) -> None:
+    """One that only Triton's own launcher can launch, under a changed variable."""
+    more = 'routes = ["cache"]'
+    code, result = build(tmp_path, "Descriptors", "nvidia-h200", more=more)
+    assert code == 0, result
+    cache = json.loads(
+        open_artifact(tmp_path / "artifact").read("caches/nvidia-h200/cache.json")
+    )
+    assert "Triton" in {key["kind"] for key in cache["keys"]}
+    done = start(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["processes"] == []
+    done = start(tmp_path, TRITON_DISABLE_LINE_INFO="1")
+    assert done.returncode == 1
+    assert "variable TRITON_DISABLE_LINE_INFO was absent, is true" in done.stderr
+
+
 def test_caches_are_built_without_the_gpu(tmp_path: Path) -> None:
     """Graphs with their cubins inside, found by keys that name the GPU."""
     code, result = build(tmp_path, "Small", "nvidia-h200", more='routes = ["cache"]')
@@ -372,18 +405,8 @@ def test_caches_are_built_without_the_gpu(tmp_path: Path) -> None:
     cubins = [name for name in cache["files"] if name.endswith(".cubin")]
     assert len(cubins) >= 2
 
-    # Another process finds all of it, by fake tensors as far as the device's own work.
-    (tmp_path / "start.py").write_text(START)
-    target = load_target("nvidia-h200")
-    here = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, "start.py"],
-        cwd=tmp_path,
-        env={**cuda_environment(target, tmp_path, os.environ), "PATH": "", **here},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # Another process finds all of it, as far as it gets without the device.
+    done = start(tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["inductor"]["fxgraph_cache_hit"] == 2

@@ -117,6 +117,8 @@ def build_caches(
     environment = _environment(scratch, 1 if place.emulated else threads)
     if place.emulated:
         environment = cuda_environment(target, scratch, environment)
+        # Part of Triton's keys, and set at no start.
+        del environment["TRITON_DISABLE_LINE_INFO"]
     spec = {
         "config": str(config.path),
         "target": target.name,
@@ -178,7 +180,6 @@ def _described(
         kernels[path.stem] = canonical.sha256(data)
         made[f"kernels/{kernels[path.stem]}.so"] = data
     keys = json.loads((scratch / "keys.json").read_bytes())
-    keys += cache_harvest.triton_keys(dict(files), keys[0]["bucket"] if keys else "")
     if not keys:
         raise HarvestError(
             "nothing was compiled: no bucket looked up a graph in torch's caches",

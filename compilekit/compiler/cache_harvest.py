@@ -78,26 +78,3 @@ def _portable_group(path: Path, data: bytes) -> bytes:
             )
         children[name] = f"{PLACE}/triton/{path.parent.name}/{member.name}"
     return json.dumps({**group, "child_paths": children}, sort_keys=True).encode()
-
-
-def triton_keys(files: dict[str, bytes], bucket: str) -> list[dict[str, Any]]:
-    """The keys behind a Triton cache's kernels, with what is known of each.
-
-    A kernel's directory is its key. Its metadata holds the source's hash, the target
-    and the options; Triton's own version and the backend's are the same for all.
-    """
-    found = []
-    for path in sorted(files):
-        name = path.rsplit("/", 1)[1]
-        if not name.endswith(".json") or name.startswith(_GROUP):
-            continue
-        metadata = json.loads(files[path])
-        found.append(
-            {
-                "kind": "Triton",
-                "key": path.split("/")[1],
-                "bucket": bucket,
-                "components": {k: ["", str(v)] for k, v in sorted(metadata.items())},
-            }
-        )
-    return found

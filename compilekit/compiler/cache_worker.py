@@ -112,11 +112,20 @@ def run(
 
     def unseen(kind: str, key: str) -> bool:
         # With the recorder AOTAutograd's keys hold a random name.
-        new = key not in known and (recorder is None or kind == _GRAPH)
+        new = key not in known and (recorder is None or kind != "AOTAutograd")
         known.add(key)
         return new
 
-    keys.watch(patches, unseen, lambda key: seen.keys.append(_key_of(key, seen.bucket)))
+    def on_key(key: Any) -> None:
+        seen.keys.append(_key_of(key, seen.bucket))
+
+    keys.watch(patches, unseen, on_key)
+    if on_gpu:
+        from compilekit._torch.caches import triton_keys
+
+        # Kernels that worker processes compiled are looked up by the second process, if
+        # Inductor doesn't launch them by their machine code.
+        triton_keys.watch(patches, unseen, on_key)
 
     def on_frame(code: Any, frame_locals: Any) -> None:
         seen.frames[packages.code_id(code)] += 1
@@ -176,8 +185,8 @@ def run(
                 warning=_counted(places) if places else "",
             )
         )
+    found = [key for one in everything for key in one.keys]
     if recorder is None:
-        found = [key for one in everything for key in one.keys]
         _write(folder / "keys.json", found)
         _write(folder / "factors.json", factors.here(options))
         unused = triton_configs.settle(folder / "inductor", launched)
@@ -188,6 +197,7 @@ def run(
         made = recorder.packages()
         plain = pickle.dumps([package._asdict() for package in made])
         (folder / "packages.pickle").write_bytes(plain)
+        _write(folder / "keys.json", first + found)
         _write(folder / "traced.json", recorder.traced(made))
     if spec["emulated"]:
         why = "built where the device isn't: its guards are made at start"
@@ -228,7 +238,8 @@ def _refuse_missed(seen: Seen, first: list[dict[str, Any]]) -> None:
     if not seen.compiles:
         return
     reason = "torch stored nothing under its key"
-    if seen.keys:
+    missed = [key for key in seen.keys if key["kind"] == _GRAPH]
+    if missed:
         stored = [
             Stored(
                 key["key"],
@@ -238,7 +249,7 @@ def _refuse_missed(seen: Seen, first: list[dict[str, Any]]) -> None:
             for key in first
             if key["kind"] == _GRAPH
         ]
-        reason = explain_miss(_GRAPH, seen.keys[0]["components"], stored)
+        reason = explain_miss(_GRAPH, missed[0]["components"], stored)
     mine = [key for key in first if key["bucket"] == seen.bucket]
     kinds = sorted({kind for key in mine for kind in key["subclasses"]})
     if kinds:

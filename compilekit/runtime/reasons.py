@@ -13,8 +13,9 @@ Components = Mapping[str, Sequence[str]]
 
 _SHOWN = 4
 _WIDTH = 160
-# A graph's own parts: keys that agree in them are about the same code.
-_GRAPH = ("gm", "example_inputs")
+# A graph's own parts, and a Triton kernel's: keys that agree in them are about the same
+# code.
+_GRAPH = ("gm", "example_inputs", "source")
 
 
 class Stored(NamedTuple):
@@ -59,7 +60,7 @@ def _differing(theirs: Components, ours: Components) -> list[str]:
 
 
 def _hash(component: Sequence[str] | None) -> str | None:
-    # Triton's components have no hash; their text says everything.
+    # Most of Triton's components have no hash; their text says everything.
     return None if component is None else component[0] or component[1]
 
 

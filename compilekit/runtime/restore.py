@@ -200,9 +200,14 @@ def _refuse_bound(artifact: Artifact) -> None:
         )
     if not bound:
         return
-    from compilekit._torch.caches.factors import default_directory
+    from compilekit._torch.caches import settings
 
-    if bound != default_directory():
+    with contextlib.ExitStack() as patches:
+        settings.name_user(patches)
+        from compilekit._torch.caches.factors import default_directory
+
+        default = default_directory()
+    if bound != default:
         raise AttachError(
             f"TORCHINDUCTOR_CACHE_DIR is {bound}: torch is bound to a cache directory"
             " that isn't this artifact's",
@@ -227,23 +232,22 @@ def _serve(
     receipt: CacheReceipt,
 ) -> None:
     """Install everything into this process's torch, and watch it."""
+    from compilekit._torch.caches import settings
+
+    settings.name_user(patches)
     from compilekit._torch.caches import (
         events,
         kernels,
         keys,
         package_install,
         packages,
-        settings,
     )
 
     settings.compile_all_buckets_once(patches, cache.recompile_limit)
     settings.pin_options(patches, cache.factors["cache.options"])
     let_workers_start = settings.compile_in_process(patches)
-    if cache.factors["cache.gpu"]:
-        from compilekit._torch.caches import triton_configs
-
-        triton_configs.serve(patches)
-    if "CXX" not in os.environ:
+    # Caches without C++ kernels need no compiler, whichever is set here.
+    if "CXX" not in os.environ or not cache.kernels:
         settings.pin_compiler(patches, cache.factors["cache.compiler"])
     served = {
         key: place / "kernels" / f"{digest}.so" for key, digest in cache.kernels.items()
@@ -257,11 +261,22 @@ def _serve(
         ),
     )
     known = {(key.kind, key.key) for key in cache.keys}
-    keys.watch(
-        patches,
-        lambda kind, key: (kind, key) not in known,
-        lambda key: receipt.note_miss("key", _why_missed(artifact, cache, key)),
-    )
+
+    def unknown(kind: str, key: str) -> bool:
+        return (kind, key) not in known
+
+    def on_missed(key: Any) -> None:
+        receipt.note_miss("key", _why_missed(artifact, cache, key))
+
+    keys.watch(patches, unknown, on_missed)
+    if cache.factors["cache.gpu"]:
+        from compilekit._torch.caches import triton_configs, triton_keys
+
+        triton_configs.serve(patches)
+        triton_keys.assume_assembler(patches, cache.factors["cache.assembler"])
+        folders = {name.split("/")[1] for name in cache.files if name[:7] == "triton/"}
+        known |= {(triton_keys.KIND, folder) for folder in folders}
+        triton_keys.watch(patches, unknown, on_missed)
     refused: dict[str, str] = {}
     find = _finder(artifact, cache, receipt, refused)
     installed = package_install.install_with(patches, find)

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,6 +37,8 @@ ROOT = HERE.parents[1]
 SERVE = ROOT / "scripts" / "cache_proof" / "serve.py"
 # What a complete start counts none of.
 NONE = ("graphs", "missed", "kernels", "benchmarks")
+# After which a process is killed; none takes half of it.
+SECONDS = 240
 
 
 def main() -> None:
@@ -105,14 +108,21 @@ def started(
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with this checkout, and nothing of a cache from this environment."""
     kept = {k: v for k, v in os.environ.items() if not k.endswith("_CACHE_DIR")}
-    return subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *command],
-        input=given,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={**kept, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
         text=True,
-        check=False,
+        start_new_session=True,
     )
+    try:
+        output = process.communicate(given, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, *output)
 
 
 def failed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

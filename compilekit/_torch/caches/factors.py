@@ -30,16 +30,22 @@ def here(options: Mapping[str, object]) -> dict[str, Any]:
     """Factor → value on this machine, in this process.
 
     Args:
-        options: Those of Inductor's that the build sets and a start must set alike.
+        options: Those of Inductor's that the build sets and a start must set alike;
+            none for a CPU's caches.
     Source: torch/_inductor/codecache.py, FxGraphHashDetails (num_threads: 2.13);
     torch/_dynamo/package.py, SystemInfo.check_compatibility, which asks for the same
     torch build and the same Python patch release (2.11, 2.13).
     """
     cxx: Any = torch._inductor.config.cpp.cxx
-    gpu = ""
-    if torch.cuda.is_available():
+    gpu = assembler = ""
+    if options:
+        from compilekit._torch.caches import triton_keys
+
+        major, minor = torch.cuda.get_device_capability()
         gpu = torch.cuda.get_device_name()
+        assembler = triton_keys.assembler(major * 10 + minor)
     return {
+        "cache.assembler": assembler,
         "cache.compiler": list(cxx) if isinstance(cxx, tuple) else [cxx],
         "cache.cpu_capability": capability(),
         "cache.cpu_flags": sorted(cpu_flags() & _COMPILED_FOR),

@@ -7,7 +7,10 @@ that compiles in its worker threads would get other graphs and other keys.
 from __future__ import annotations
 
 import contextlib
+import getpass
+import os
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +19,7 @@ import torch._dynamo.config
 import torch._functorch.config
 import torch._inductor.config
 import torch.compiler.config
+from torch._inductor.runtime import cache_dir_utils
 from torch.utils import _config_module
 
 
@@ -108,6 +112,19 @@ def compile_in_process(patches: contextlib.ExitStack) -> Callable[[], None]:
             set_option(patches, inductor, "compile_threads", usual)
 
     return allow
+
+
+def name_user(patches: contextlib.ExitStack) -> None:
+    """Let torch be imported by a user id without a name, as containers have.
+
+    Source: torch/_inductor/runtime/cache_dir_utils.py, default_cache_dir, which
+    codecache.py calls when it's imported (2.11; 2.13 takes the id).
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        named = SimpleNamespace(getuser=lambda: f"uid_{os.getuid()}")
+        patches.enter_context(mock.patch.object(cache_dir_utils, "getpass", named))
 
 
 def pin_compiler(patches: contextlib.ExitStack, value: list[Any]) -> None:
