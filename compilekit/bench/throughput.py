@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compilekit.bench._throughput_child import MODES
 from compilekit.config import Config
@@ -198,6 +198,60 @@ def figures(result: Result, row: Result) -> dict[tuple[str, int], dict[str, floa
             figure["of_limit"] = best * 1e3 / ms
         found[step["kind"], step["batch"]] = figure
     return found
+
+
+class Claim(NamedTuple):
+    """What a document claims, beside what was measured.
+
+    Attributes:
+        claim: What it's about.
+        claimed: As it was claimed.
+        measured: (what was compared, percent) for each measurement that bears on it.
+    """
+
+    claim: str
+    claimed: str
+    measured: tuple[tuple[str, float], ...]
+
+
+_GRAPHS = (
+    ("compilekit-no-graphs", "compilekit"),
+    ("default", "reduce-overhead"),
+    ("max-autotune-no-cudagraphs", "max-autotune"),
+)
+
+
+def claims(result: Result) -> tuple[Claim, ...]:
+    """What is often claimed about these strategies, held against a result.
+
+    Percent of the time that CUDA graphs save, and of a device's limit that the best
+    strategy reaches.
+    """
+    found = {
+        row["strategy"]: figures(result, row)
+        for row in result["rows"]
+        if row.get("steps")
+    }
+    steps = [(kind, b) for kind in ("prefill", "decode") for b in result["batches"]]
+    saved = [
+        (
+            f"{graphs} against {without}, {kind} {batch}",
+            100 * (1 - found[graphs][kind, batch]["ms"] / slow["ms"]),
+        )
+        for without, graphs in _GRAPHS
+        if without in found and graphs in found
+        for (kind, batch), slow in found[without].items()
+    ]
+    used = []
+    for step in steps:
+        parts = {name: f[step].get("of_limit", 0.0) for name, f in found.items()}
+        best = max(parts, key=parts.__getitem__, default="")
+        if parts.get(best):
+            used.append((f"{best}, {step[0]} {step[1]}", 100 * parts[best]))
+    return (
+        Claim("time that CUDA graphs save", "10–15 %", tuple(saved)),
+        Claim("part of the device's limit", "85–90 %", tuple(used)),
+    )
 
 
 def plot(result: Result, path: Path) -> None:

@@ -316,7 +316,7 @@ def throughput(
 
 def throughput_report(result: dict[str, Any], out: Path) -> Report:
     """Medians by strategy, each beside the part of the device's limit that it is."""
-    from compilekit.bench.throughput import LIMITS, figures
+    from compilekit.bench.throughput import LIMITS, claims, figures
 
     rows = [row for row in result["rows"] if row["strategy"] != LIMITS]
     kinds = [("prefill", b) for b in result["batches"]]
@@ -351,6 +351,14 @@ def throughput_report(result: dict[str, Any], out: Path) -> Report:
             ),
         )
     ]
+    held = [
+        (claim.claim, claim.claimed, what, Number(percent))
+        for claim in claims(result)
+        for what, percent in claim.measured
+    ]
+    if held:
+        columns = ["claim", "claimed", "measured on", "%"]
+        blocks.append(Table("claim", tuple(columns), held))
     failed = [(row["strategy"], row["error"]) for row in rows if "error" in row]
     if failed:
         blocks.append(Table("failure", ("strategy", "why"), failed, tall=True))

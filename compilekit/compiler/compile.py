@@ -258,16 +258,18 @@ def _call(
         with _explained("the model can't be run on fake tensors"):
             causal = generate.describe(model)
         own_kernels = has_own_kernels(config, entry, device)
-        attention: Callable[..., Any] = generate.grouped_attention
-        if own_kernels:
+        function = generate.STEPS[entry.role]
+        attention = generate.attention_on(device)
+        if own_kernels and entry.role == "decode":
             # It imports Triton, which torch's CPU wheel lacks.
             from compilekit.compiler import decode_kernels
 
-            attention = decode_kernels.attention
+            function = decode_kernels.decode
+            attention = decode_kernels.token_attention(attention)
         return _Call(
             entry=generate.with_cache(entry, causal),
             kwargs=generate.example(config, entry, bucket, causal, mode, device),
-            function=generate.STEPS[entry.role],
+            function=function,
             around=generate.grouped(model, attention),
             output=causal.output,
             own_kernels=own_kernels,

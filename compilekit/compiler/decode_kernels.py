@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from compilekit.compiler.generate import grouped_attention
+from compilekit.compiler.generate import Attention, Window, step
 from compilekit.compiler.tuning import Tuning
-from compilekit.kernels import attention as attention_kernels
+from compilekit.kernels import attention as kernels
 from compilekit.kernels import blocks, products
 from compilekit.kernels.blocks import Blocks
-
-_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Product(NamedTuple):
@@ -121,44 +119,71 @@ def replace(graph: GraphModule, tuning: Tuning) -> None:
     graph.recompile()
 
 
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """`grouped_attention`, but our own kernel for one token of each sequence."""
-    fits = (
-        query.shape[2] == 1
-        and query.dtype in _DTYPES
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[3] in attention_kernels.SIZES
-        and value.shape == key.shape
-        and key.stride(3) == value.stride(3) == 1
-        and attention_mask is not None
-        and attention_mask.dtype == torch.bool
-        and tuple(attention_mask.shape) == (query.shape[0], 1, 1, key.shape[2])
-        and not dropout
-        and kwargs.get("position_bias") is None
-    )
-    if not fits:
-        return grouped_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            **kwargs,
+class TokenWindow(Window):
+    """A layer of the cache that one token of each sequence is written into."""
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a key and value behind those that are there; all of them."""
+        if not kernels.fits(self.keys, self.values):
+            return super().update(key_states, value_states, *args, **kwargs)
+        kernels.WRITE(self.keys, self.values, key_states, value_states, self.start)
+        return self.keys, self.values
+
+
+def decode(model: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The step of the same name in generate.py, by our kernels."""
+    return step(model, kwargs, 1, TokenWindow)
+
+
+def token_attention(otherwise: Attention) -> Attention:
+    """transformers' attention by our kernel, for one token of each sequence.
+
+    Args:
+        otherwise: For other calls, and caches that aren't for our kernels.
+    """
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        ours = (
+            query.shape[2] == 1
+            and query.dtype == key.dtype
+            and kernels.fits(key, value)
+            and attention_mask is not None
+            and attention_mask.dtype == torch.bool
+            and tuple(attention_mask.shape) == (query.shape[0], 1, 1, key.shape[2])
+            and not dropout
+            and kwargs.get("position_bias") is None
         )
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    output = attention_kernels.OPERATOR(query, key, value, attention_mask, scale)
-    return output.transpose(1, 2), None
+        if not ours:
+            return otherwise(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                **kwargs,
+            )
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        output = kernels.ATTEND(query, key, value, attention_mask, scale)
+        return output.transpose(1, 2), None
+
+    return attention
 
 
 def _example(argument: Any) -> Any:
@@ -175,7 +200,7 @@ def _fits(x: Any, weight: Any) -> bool:
         isinstance(x, torch.Tensor)
         and isinstance(weight, torch.Tensor)
         and x.is_cuda
-        and x.dtype in _DTYPES
+        and x.dtype in kernels.DTYPES
         and weight.dtype == x.dtype
         and weight.ndim == 2
         and weight.is_contiguous()

@@ -45,6 +45,9 @@ from compilekit.runtime.result import class_name
 
 ATTENTION = "compilekit_grouped"
 
+Attention = Callable[..., tuple[torch.Tensor, None]]
+"""One of transformers' attention functions."""
+
 
 class LayerShape(NamedTuple):
     """Heads and head sizes of one layer's keys and values, and their dtype."""
@@ -118,12 +121,12 @@ class Window(CacheLayerMixin):  # type: ignore[misc]  # transformers has no type
 
 def prefill(model: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
     """Logits ``[b, 1, vocabulary]`` of token `last`, after a piece of the prompt."""
-    return _step(model, kwargs, logits_to_keep=kwargs["last"])
+    return step(model, kwargs, kwargs["last"], Window)
 
 
 def decode(model: torch.nn.Module, kwargs: dict[str, Any]) -> torch.Tensor:
     """Logits ``[b, 1, vocabulary]`` after one token of each sequence."""
-    return _step(model, kwargs, logits_to_keep=1)
+    return step(model, kwargs, 1, Window)
 
 
 STEPS: Mapping[str, Callable[..., torch.Tensor]] = {
@@ -132,12 +135,16 @@ STEPS: Mapping[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def _step(
-    model: torch.nn.Module, kwargs: dict[str, Any], logits_to_keep: Any
+def step(
+    model: torch.nn.Module,
+    kwargs: dict[str, Any],
+    logits_to_keep: Any,
+    window: type[Window],
 ) -> torch.Tensor:
+    """The model's forward on a cache of `window` layers."""
     start = kwargs["start"]
     layers = [
-        Window(keys, values, start)
+        window(keys, values, start)
         for keys, values in zip(kwargs["keys"], kwargs["values"], strict=True)
     ]
     output = model(
@@ -211,10 +218,58 @@ def grouped_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+def native_groups_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention where cuDNN's kernel reads grouped heads as they are.
+
+    As further rows they would have to be copied next to each other first.
+    """
+    if attention_mask is None or kwargs.get("position_bias") is not None:
+        return grouped_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def attention_on(device: str) -> Attention:
+    """What a model's layers call instead of SDPA.
+
+    cuDNN is what PyTorch chooses for masked attention on Hopper and Blackwell only;
+    its other backends would expand the groups.
+    """
+    if device != "cpu" and torch.cuda.get_device_capability()[0] in (9, 10):
+        return native_groups_attention
+    return grouped_attention
+
+
 @contextlib.contextmanager
-def grouped(
-    model: torch.nn.Module, attention: Callable[..., Any] = grouped_attention
-) -> Iterator[None]:
+def grouped(model: torch.nn.Module, attention: Attention) -> Iterator[None]:
     """Have a model's layers call another function where they call SDPA."""
     config: Any = model.config
     if config._attn_implementation != "sdpa":

@@ -17,9 +17,101 @@ from torch.library import triton_op, wrap_triton
 SIZES = (64, 128, 256)
 """Head sizes that a tile holds without waste."""
 
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def fits(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a cache, ``[b, heads, c, head size]`` each, is one for these kernels."""
+    return (
+        keys.is_cuda
+        and keys.dtype in DTYPES
+        and keys.dtype == values.dtype
+        and keys.shape == values.shape
+        and keys.shape[3] in SIZES
+        and keys.stride(3) == values.stride(3) == 1
+    )
+
+
 _LEAST_PLACES = 32
 _BLOCKS_PER_PROCESSOR = 5
 _JOINED = 16
+
+
+@triton.jit
+def write_token(
+    keys,
+    values,
+    new_keys,
+    new_values,
+    start,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    K_BATCH: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    K_PLACE: tl.constexpr,
+    V_BATCH: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    V_PLACE: tl.constexpr,
+    NEW_K_BATCH: tl.constexpr,
+    NEW_K_HEAD: tl.constexpr,
+    NEW_V_BATCH: tl.constexpr,
+    NEW_V_HEAD: tl.constexpr,
+):
+    """Put one token's key and value of one head behind those that are there."""
+    pair = tl.program_id(0)
+    batch = (pair // HEADS).to(tl.int64)
+    head = (pair % HEADS).to(tl.int64)
+    size = tl.arange(0, SIZE)
+    place = tl.load(start)
+    key = tl.load(new_keys + batch * NEW_K_BATCH + head * NEW_K_HEAD + size)
+    value = tl.load(new_values + batch * NEW_V_BATCH + head * NEW_V_HEAD + size)
+    to_key = keys + batch * K_BATCH + head * K_HEAD + place * K_PLACE
+    to_value = values + batch * V_BATCH + head * V_HEAD + place * V_PLACE
+    tl.store(to_key + size, key)
+    tl.store(to_value + size, value)
+
+
+@triton_op("compilekit::write_token", mutates_args={"keys", "values"})
+def write(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    start: torch.Tensor,
+) -> None:
+    """Write one token of each sequence into the cache.
+
+    An operator of its own, because torch's ``index_copy_`` on a window of a larger
+    cache becomes a dense copy of the window before another kernel reads it.
+
+    Args:
+        keys: ``[b, heads, c, head size]``, the last dimension dense; written in place.
+        values: Likewise.
+        new_keys: ``[b, heads, 1, head size]``, the last dimension dense.
+        new_values: Likewise.
+        start: int64 ``[]``; the place that is written.
+    """
+    batch, heads, _, size = keys.shape
+    wrap_triton(write_token)[(batch * heads,)](
+        keys,
+        values,
+        new_keys,
+        new_values,
+        start,
+        HEADS=heads,
+        SIZE=size,
+        K_BATCH=keys.stride(0),
+        K_HEAD=keys.stride(1),
+        K_PLACE=keys.stride(2),
+        V_BATCH=values.stride(0),
+        V_HEAD=values.stride(1),
+        V_PLACE=values.stride(2),
+        NEW_K_BATCH=new_keys.stride(0),
+        NEW_K_HEAD=new_keys.stride(1),
+        NEW_V_BATCH=new_values.stride(0),
+        NEW_V_HEAD=new_values.stride(1),
+        num_warps=1,
+    )
 
 
 @triton.jit
@@ -209,4 +301,5 @@ def attention(
     return result
 
 
-OPERATOR = torch.ops.compilekit.decode_attention.default
+WRITE = torch.ops.compilekit.write_token.default
+ATTEND = torch.ops.compilekit.decode_attention.default
