@@ -7,6 +7,7 @@ kernels run on it as well.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from compilekit import config as configuration
 from compilekit.artifact import Artifact, open_artifact
 from compilekit.compiler.build import build
+from compilekit.compiler.verify import verify
 
 pytestmark = pytest.mark.cuda
 
@@ -30,14 +32,14 @@ config = {{ hidden_size = 256, intermediate_size = 512, vocab_size = 512 }}
 [generate]
 batch = [1, 4]
 prompt = [16]
-cache = [48]
+cache = [24, 48]
 [build]
 targets = ["nvidia-h200"]
 jobs = 2
 [compile]
 {more}
 """
-OURS = {"one_row", "few_rows", "split_attention", "join_attention"}
+OURS = {"one_row", "few_rows", "write_token", "split_attention", "join_attention"}
 
 
 def built(folder: Path, more: str = "", choices: Any = None) -> Artifact:
@@ -83,6 +85,7 @@ def test_a_decode_step_calls_no_library(
     """A layer has four launches of products: q, k and v, o, gate and up, down."""
     assert launches(artifact, "decode", bucket) == {
         kernel: 2 * 4 + 1,
+        "write_token": 2,
         "split_attention": 2,
         "join_attention": 2,
     }
@@ -94,10 +97,23 @@ def test_a_decode_step_calls_no_library(
     assert "attention.default" not in code.read_text()
 
 
+@pytest.mark.parametrize("bucket", ["b1_c24", "b4_c24", "b4_c48"])
+def test_the_cache_is_read_where_it_lies(artifact: Artifact, bucket: str) -> None:
+    """A window of a larger cache isn't copied: kernels get the graph's own inputs."""
+    folder = Path(artifact.root) / "programs" / "nvidia-h200" / "decode" / bucket
+    calls = re.findall(
+        r"(?:write_token|split_attention)_\d+\(\((.*)\), stream0",
+        (folder / "call.py").read_text(),
+    )
+    assert len(calls) == 4
+    for call in calls:
+        assert len(re.findall(r"\barg\d+_1\b", call)) >= 2, call
+
+
 def test_a_prompts_last_token_has_the_heads_kernel(artifact: Artifact) -> None:
     """Of a prefill only the output layer has few rows."""
-    assert launches(artifact, "prefill", "b1_s16_c48") == {"one_row": 1}
-    assert launches(artifact, "prefill", "b4_s16_c48") == {"few_rows": 1}
+    assert launches(artifact, "prefill", "b1_s16_c24") == {"one_row": 1}
+    assert launches(artifact, "prefill", "b4_s16_c24") == {"few_rows": 1}
 
 
 def test_the_report_names_the_kernel(artifact: Artifact) -> None:
@@ -116,7 +132,7 @@ def test_our_own_values_are_no_factor(artifact: Artifact) -> None:
 def test_off_by_an_option(tmp_path: Path) -> None:
     """Then a step is what torch.compile would run."""
     plain = built(tmp_path, "decode_kernels = false")
-    for entry, bucket in [("decode", "b1_c48"), ("prefill", "b4_s16_c48")]:
+    for entry, bucket in [("decode", "b1_c48"), ("prefill", "b4_s16_c24")]:
         assert launches(plain, entry, bucket) == {}
 
 
@@ -142,6 +158,15 @@ def test_a_tuning_file_chooses(artifact: Artifact, tmp_path: Path) -> None:
     # The down projection: 256 columns, one to a block, and two.
     assert [256, 1, 1] in grids[0]
     assert [128, 1, 1] in grids[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")
+def test_every_step_is_right(artifact: Artifact) -> None:
+    """Replayed against eager, windows of the cache and padded batches included."""
+    folder = Path(artifact.root).parent
+    config = configuration.load(folder / "compilekit.toml")
+    replayed = verify(Path(artifact.root), config=config)
+    assert replayed.passed, replayed.buckets
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")

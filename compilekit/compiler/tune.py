@@ -1,9 +1,10 @@
 """``compilekit tune``: measure kernels' configs on the device that they are for.
 
 Each bucket is captured as a build does it, compiled with all its candidates, and run
-once on real tensors; Inductor measures what it would measure at a first call. What won
-goes into the tuning file (see `compilekit.compiler.tuning`) after every bucket, so that
-an interrupted run loses one bucket at most, and a further run goes on from there.
+once on real tensors; Inductor measures what it would measure at a first call. Products
+of few rows are measured beforehand, each by itself. What won goes into the tuning file
+(see `compilekit.compiler.tuning`) after every product and every bucket, so that an
+interrupted run loses one bucket at most, and a further run goes on from there.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ def tune_config(
                 if product.key not in tuning.choices:
                     choices.append(tune_products.measure(product))
                     tuning = _chosen(tuning, target.name, choices[-1])
+                    _save(out, tuning)
             decode_kernels.replace(captured.graph, tuning)
         inputs = _real_inputs(captured, memory)
         options = {**inductor_options(config), "compile_threads": os.cpu_count() or 1}
