@@ -15,6 +15,7 @@ import pytest
 
 from compilekit.bench import __main__ as command
 from compilekit.bench import growth, process, records, startup, steady, tables
+from compilekit.cli import bench
 from compilekit.config import Config, load
 from compilekit.errors import ConfigError, ResourceError
 from compilekit.results import to_json
@@ -136,6 +137,23 @@ def test_a_spread_is_median_and_range() -> None:
     row = records.Row("cold", tuple(sample(ms) for ms in (3.0, 1.0, 8.0)))
     assert row.ready_ms == records.Spread(3.0, 1.0, 8.0)
     assert records.Row("cold", ()).ready_ms is None
+
+
+def test_the_parts_of_an_attach_are_medians() -> None:
+    """Only of rows that tell them; a part that a start hadn't took it no time."""
+    parts = ({"open": 1.0}, {"open": 3.0, "guards": 8.0})
+    started = tuple(
+        dataclasses.replace(sample(9.0), attach_phases_ms=one)
+        for one in reversed(parts)
+    )
+    rows = (records.Row("eager", (sample(1.0),)), records.Row("cache", started))
+    table = bench.parts_table(rows)
+    assert table is not None
+    assert [(row, part, number.value) for row, part, number in table.rows] == [
+        ("cache", "open", 2.0),
+        ("cache", "guards", 4.0),
+    ]
+    assert bench.parts_table(rows[:1]) is None
 
 
 def test_the_order_of_rows_comes_from_the_seed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +156,8 @@ def report(result: StartupResult, out: Path | None = None) -> Report:
             [costs(row) for row in result.rows],
         ),
     ]
+    if parts := parts_table(result.rows):
+        blocks.append(parts)
     if by_bucket := bucket_table(result):
         blocks.append(by_bucket)
     failed = [(row.name, row.error) for row in result.rows if row.error]
@@ -198,6 +200,17 @@ def costs(row: Row) -> tuple[Cell, ...]:
         max(sample.processes for sample in row.samples),
         Difference(max(sample.max_abs_diff for sample in row.samples)),
     )
+
+
+def parts_table(measured: Sequence[Row]) -> Table | None:
+    """What attaching consists of, for the rows whose receipt tells."""
+    rows: list[tuple[Cell, ...]] = []
+    for row in measured:
+        parts = [sample.attach_phases_ms for sample in row.samples]
+        for name in parts[0] if parts else ():
+            spent = statistics.median(part.get(name, 0.0) for part in parts)
+            rows.append((row.name, name, Number(spent)))
+    return Table("part", ("row", "part of attach", "ms"), rows) if rows else None
 
 
 def bucket_table(result: StartupResult) -> Table | None:

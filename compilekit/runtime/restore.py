@@ -33,6 +33,7 @@ from compilekit.runtime.attach import carry_exit_codes
 from compilekit.runtime.cache_check import cache_mismatches
 from compilekit.runtime.cache_receipt import CacheReceipt
 from compilekit.runtime.check import check, choose_target, refuse
+from compilekit.runtime.garbage import uncollected
 from compilekit.runtime.reasons import Stored, explain_miss, explain_settings
 from compilekit.runtime.receipt import Route
 from compilekit.runtime.requirements import (
@@ -102,7 +103,6 @@ def restore(
     began = time.perf_counter()
     place, _ = stage(opened, cache, work_directory(work_dir))
     milliseconds["stage"] = _lap(began)
-    began = time.perf_counter()
     patches = contextlib.ExitStack()
     receipt = CacheReceipt(
         artifact=opened.digest,
@@ -119,8 +119,8 @@ def restore(
     with contextlib.ExitStack() as failing:
         failing.enter_context(patches)
         bind(patches, place)
-        _serve(patches, opened, cache, place, receipt)
-        milliseconds["bind"] = _lap(began)
+        with uncollected():
+            _serve(patches, opened, cache, place, receipt)
         receipt.write()
         failing.pop_all()
     _active.append(receipt)
@@ -232,6 +232,7 @@ def _serve(
     receipt: CacheReceipt,
 ) -> None:
     """Install everything into this process's torch, and watch it."""
+    began = time.perf_counter()
     from compilekit._torch.caches import settings
 
     settings.name_user(patches)
@@ -243,6 +244,8 @@ def _serve(
         packages,
     )
 
+    receipt.milliseconds["torch"] = _lap(began)
+    began = time.perf_counter()
     settings.compile_all_buckets_once(patches, cache.recompile_limit)
     settings.pin_options(patches, cache.factors["cache.options"])
     let_workers_start = settings.compile_in_process(patches)
@@ -279,7 +282,7 @@ def _serve(
         triton_keys.watch(patches, unknown, on_missed)
     refused: dict[str, str] = {}
     find = _finder(artifact, cache, receipt, refused)
-    installed = package_install.install_with(patches, find)
+    installed = package_install.install_with(patches, find, receipt.milliseconds)
 
     def on_frame(code: Any, frame_locals: Mapping[str, Any]) -> None:
         name = packages.code_id(code)
@@ -303,6 +306,7 @@ def _serve(
 
     events.watch(patches, on_frame, on_event, receipt.hold)
     _watch_processes(patches, receipt)
+    receipt.milliseconds["bind"] = _lap(began)
 
 
 def _finder(

@@ -6,12 +6,14 @@ Source: torch/_dynamo/package.py, CompilePackage.install (2.11, 2.13).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
 import itertools
 import pickle
 import re
+import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from unittest import mock
 import torch
 import torch._inductor.config
 from torch._dynamo import bytecode_transformation, eval_frame, package
+from torch.utils import _traceback
 
 from compilekit._torch.caches import guard_values
 from compilekit._torch.caches.operators import describe_operator
@@ -30,6 +33,7 @@ from compilekit._torch.caches.packages import (
     inductor_backend,
     settings,
 )
+from compilekit.runtime.garbage import uncollected
 
 # A process's own names count up from 0, those of an installed package are its build's.
 _NAMES_FROM = 1_000_000
@@ -52,7 +56,7 @@ class Installed(NamedTuple):
 
 
 def install_with(
-    patches: contextlib.ExitStack, find: Find
+    patches: contextlib.ExitStack, find: Find, milliseconds: dict[str, float]
 ) -> dict[types.CodeType, list[Installed]]:
     """From now on, install a function's package when ``torch.compile`` is given it.
 
@@ -60,6 +64,8 @@ def install_with(
         patches: Closing it ends this and takes out what was installed.
         find: Called with `function_id`, `settings` and the function; the package to
             install, or None.
+        milliseconds: ``guards`` and ``packages`` grow by what it takes to make guards,
+            and to install the rest.
     Returns:
         What is installed, as it grows: code → its variants.
     Source: torch/_dynamo/eval_frame.py, _TorchDynamoContext.__call__; package.py,
@@ -80,8 +86,12 @@ def install_with(
                 function.forward if isinstance(function, torch.nn.Module) else function
             )
             options = inductor_backend(self).get_compiler_config()
-            with torch._inductor.config.patch(_changed(options)):
-                _install(called, settings(self), find, installed, done)
+            began, guards = time.perf_counter(), milliseconds.get("guards", 0.0)
+            with torch._inductor.config.patch(_changed(options)), uncollected():
+                _install(called, settings(self), find, installed, done, milliseconds)
+            guards = milliseconds.get("guards", 0.0) - guards
+            rest = (time.perf_counter() - began) * 1e3 - guards
+            milliseconds["packages"] = milliseconds.get("packages", 0.0) + rest
         return context_call(self, function)
 
     patches.enter_context(
@@ -110,6 +120,7 @@ def _install(
     find: Find,
     installed: dict[types.CodeType, list[Installed]],
     done: dict[types.CodeType, Mapping[str, str]],
+    milliseconds: dict[str, float],
 ) -> None:
     inner: Any = eval_frame.innermost_fn(function)
     code = getattr(inner, "__code__", None)
@@ -132,7 +143,7 @@ def _install(
             if isinstance(value, StoredModule):
                 value = importlib.import_module(value.name)
             scope[name] = value
-    with _extra_guards(found.extra_guards, installed):
+    with _extra_guards(found.extra_guards, installed, milliseconds):
         live.install(stored.backends)
 
 
@@ -140,31 +151,46 @@ def _install(
 def _extra_guards(
     extra: Mapping[str, tuple[tuple[str, str], ...]],
     installed: dict[types.CodeType, list[Installed]],
+    milliseconds: dict[str, float],
 ) -> Iterator[None]:
     """While a package is installed, add the guards that torch couldn't store.
 
     Source: torch/_dynamo/package.py, load_guards_state and load_guard_manager (2.11,
-    2.13); torch/csrc/dynamo/guards.cpp, add_lambda_guard: called with a frame's locals.
+    2.13); torch/csrc/dynamo/guards.cpp, add_lambda_guard: called with a frame's locals;
+    torch/utils/_traceback.py, shorten_filename: called for every guard, with a few
+    names.
     """
     load_state, load_manager = package.load_guards_state, package.load_guard_manager
     digests: list[str] = []
 
+    def spent(began: float) -> None:
+        took = (time.perf_counter() - began) * 1e3
+        milliseconds["guards"] = milliseconds.get("guards", 0.0) + took
+
     def state(stored: bytes) -> Any:
+        began = time.perf_counter()
         digests.append(hashlib.sha256(stored).hexdigest())
-        return load_state(stored)
+        loaded = load_state(stored)
+        spent(began)
+        return loaded
 
     def manager(loaded: Any, code: types.CodeType, scope: dict[str, Any]) -> Any:
+        began = time.perf_counter()
         made = load_manager(loaded, code, scope)
         wanted = tuple(tuple(pair) for pair in extra[digests[-1]])
         if wanted:
             check = guard_values.checker(wanted, scope)  # type: ignore[arg-type]
             made.root.add_lambda_guard(check, ["what torch can't store"], None)
         installed.setdefault(code, []).append(Installed(made, wanted, scope))  # type: ignore[arg-type]
+        spent(began)
         return made
+
+    short = functools.cache(_traceback.shorten_filename)
 
     with (
         mock.patch.object(package, "load_guards_state", state),
         mock.patch.object(package, "load_guard_manager", manager),
+        mock.patch.object(_traceback, "shorten_filename", short),
     ):
         yield
 
