@@ -158,6 +158,31 @@ def test_what_is_replaced_in_torch_is_put_back(
     assert [getattr(owner, name) for owner, name in places] == before
 
 
+def test_equal_code_within_bytecode_becomes_one_object() -> None:
+    """torch 2.11 finds what follows a graph break by the object, not by a name."""
+    from torch._dynamo.package import SerializedCode
+
+    from compilekit._torch.caches.package_record import sharing
+
+    source = "def outer(x):\n    def inner():\n        return x\n    return inner\n"
+    first, second = (
+        SerializedCode.from_code_object(
+            next(
+                c
+                for c in compile(source, "s", "exec").co_consts
+                if hasattr(c, "co_code")
+            )
+        )
+        for _ in range(2)
+    )
+    (known,) = (c for c in first.co_consts if isinstance(c, SerializedCode))
+    (equal,) = (c for c in second.co_consts if isinstance(c, SerializedCode))
+    assert (known == equal, known is equal) == (True, False)
+    shared = sharing(second, [known])
+    assert shared == second
+    assert any(const is known for const in shared.co_consts)
+
+
 def test_every_way_to_time_a_kernel_is_seen(patches: contextlib.ExitStack) -> None:
     """Also a GPU's, which only the class that torch makes one of has."""
     from torch._inductor.runtime.benchmarking import benchmarker

@@ -35,7 +35,7 @@ def _replay(spec: dict[str, Any]) -> dict[str, Any]:
     from compilekit import config as configuration
     from compilekit.artifact import open_artifact
     from compilekit.compiler.calls import caller
-    from compilekit.compiler.compare import compare, holds_tensors, tolerance
+    from compilekit.compiler.compare import compare, tensors, tolerance
     from compilekit.errors import PolicyError
     from compilekit.runtime.restore import read_cache, restore
 
@@ -61,7 +61,8 @@ def _replay(spec: dict[str, Any]) -> dict[str, Any]:
         return call(spec["entry"], bucket)
 
     message, error = "", float("inf")
-    atol, rtol = tolerance(torch.float32, config.verify.atol, config.verify.rtol)
+    given = config.verify.atol, config.verify.rtol
+    atol, rtol = tolerance(torch.float32, *given)
     try:
         found = run()
         receipt.finish()
@@ -70,9 +71,12 @@ def _replay(spec: dict[str, Any]) -> dict[str, Any]:
     if not message:
         torch.compiler.set_stance("force_eager")
         expected = run()
-        difference = compare(found, expected, atol, rtol)
+        difference = compare(found, expected, *given)
         message, error = difference.message, difference.max_abs_error
-        if not (message or holds_tensors(expected)):
+        outputs = tensors(expected)
+        if outputs:
+            atol, rtol = tolerance(outputs[0].dtype, *given)
+        elif not message:
             error = float("nan")
     return {
         "threads": threads,

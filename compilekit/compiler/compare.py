@@ -64,11 +64,11 @@ def compare(
     return Difference(worst, "; ".join(messages))
 
 
-def holds_tensors(result: Any) -> bool:
-    """True if there is anything in a result that `compare` measures."""
-    leaves: list[Any] = []
+def tensors(result: Any) -> list[torch.Tensor]:
+    """What `compare` measures in a result."""
+    leaves: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     _walk(result, result, "", leaves)
-    return bool(leaves)
+    return [tensor for _, tensor, _ in leaves]
 
 
 def _walk(found: Any, expected: Any, path: str, leaves: list[Any]) -> str:

@@ -230,11 +230,11 @@ def _merged(entries: list[Any]) -> Any:
     first.codes = list(by_code.values())
     for code in first.codes:
         for guarded in code.guarded_codes:
-            guarded.dynamo_code = _calling(guarded.dynamo_code, list(by_code))
+            guarded.dynamo_code = sharing(guarded.dynamo_code, list(by_code))
     return first
 
 
-def _calling(code: Any, known: list[Any]) -> Any:
+def sharing(code: Any, known: list[Any]) -> Any:
     """Compiled bytecode that makes its functions from `known` code where it's equal.
 
     torch 2.11 finds a function that goes on after a graph break by the very code object
@@ -248,7 +248,7 @@ def _calling(code: Any, known: list[Any]) -> Any:
         if not isinstance(const, package.SerializedCode):
             return const
         same = next((one for one in known if one == const), None)
-        return _calling(const, known) if same is None else same
+        return sharing(const, known) if same is None else same
 
     return dataclasses.replace(code, co_consts=tuple(map(shared, code.co_consts)))
 
