@@ -54,7 +54,7 @@ def caller(
             model.append(
                 models.build_fake(config, device)
                 if fake
-                else models.build_real(config, weights=weights).to(device)
+                else models.build_real(config, weights=weights, device=device)
             )
             on_model(model[0])
         return model[0]

@@ -1,19 +1,21 @@
 """On a GPU: do restored caches spare every compile?
 
-    python scripts/device/caches.py ARTIFACT [--config CONFIG] [--out FILE]
+    python scripts/device/caches.py [--artifact DIR] [--config CONFIG] [--rows NAMES]
+        [--out FILE]
 
-ARTIFACT holds CONFIG's caches, built where there is no GPU. Rows, each in a process of
-its own that starts with nothing but its artifact; one that crashes is a row that says
-so:
+Rows, each in a process of its own that starts with nothing but its artifact; one that
+crashes is a row that says so:
 
-    gpu-less   ARTIFACT's
-    build      the same configuration built here, into a folder that is moved then
+    gpu-less   DIR's caches of CONFIG, built where there is no GPU
+    build      CONFIG built here, into a folder that is moved then
     native     what was built, with the build's folder gone
+    verify     `compilekit verify` of it
     cold       nothing restored
 
-PATH is empty but for the build and the cold row. The build runs beside the rows that
-don't need it; `native` runs alone. Ends with 1 if a restored row compiled or timed
-anything, or a row failed.
+PATH is empty in the restored rows. Ends with 1 if one of them compiled or timed
+anything, or a row failed. A GPU-less build of scripts/device/caches.toml and a native
+one of scripts/device/ranked.toml (`--rows build,native,verify`) are what docs/gpu.md
+quotes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ SECONDS = 100
 def main() -> None:
     """Run every row; one line and one record each."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--artifact", type=Path)
+    parser.add_argument("--rows", default="gpu-less,build,native,verify,cold")
     parser.add_argument("--config", type=Path, default=HERE / "caches.toml")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -62,16 +64,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         built, moved = folder / "build" / "artifact", folder / "moved"
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            building = pool.submit(build, config, built)
+        chosen = arguments.rows.split(",")
+        if "gpu-less" in chosen:
             given = arguments.artifact.resolve()
             keep("gpu-less", served(config, folder / "1", given))
-            keep("cold", served(config, folder / "2", None))
-            keep("build", building.result())
+        if "build" in chosen:
+            built.parent.mkdir()
+            keep("build", compilekit(built.parent, "build", config, "-o", built))
         if built.is_dir():
             built.rename(moved)
             shutil.rmtree(built.parent)
-            keep("native", served(config, folder / "3", moved))
+        if "native" in chosen and moved.is_dir():
+            keep("native", served(config, folder / "2", moved))
+        if "verify" in chosen and moved.is_dir():
+            keep("verify", compilekit(folder, "verify", moved))
+        if "cold" in chosen:
+            keep("cold", served(config, folder / "3", None))
     sys.exit(any(row["problem"] for row in rows))
 
 
@@ -97,15 +105,16 @@ def served(config: Path, folder: Path, artifact: Path | None) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def build(config: Path, out: Path) -> dict[str, Any]:
-    """Build the configuration on this GPU; how long that took."""
-    out.parent.mkdir()
+def compilekit(folder: Path, command: str, *words: Any) -> dict[str, Any]:
+    """Run a command of compilekit's; how long that took."""
     began = time.perf_counter()
-    command = ["-m", "compilekit", "build", config, "-o", out, "--no-verify"]
-    done = started(command, {"TMPDIR": str(out.parent)}, "")
+    words = (*words, *(["--no-verify"] if command == "build" else []))
+    variables = {"TMPDIR": str(folder)}
+    done = started(["-m", "compilekit", "--plain", command, *words], variables, "")
     if done.returncode:
         return failed(done)
-    return {"seconds": {"build": time.perf_counter() - began}}
+    took = {command: time.perf_counter() - began}
+    return {"seconds": took, "printed": done.stdout.splitlines()}
 
 
 def started(
@@ -115,6 +124,7 @@ def started(
     kept = {k: v for k, v in os.environ.items() if not k.endswith("_CACHE_DIR")}
     process = subprocess.Popen(
         [sys.executable, *command],
+        cwd=HERE,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -140,7 +150,7 @@ def problem(name: str, row: dict[str, Any]) -> str:
     """Why a row doesn't show what it should; "" if it does."""
     if "error" in row:
         return str(row["error"])
-    if name in ("build", "cold"):
+    if name in ("build", "verify", "cold"):
         return ""
     counted = {key: row["counted"][key] for key in NONE if row["counted"][key]}
     return ", ".join(

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from compilekit import config as configuration
 from compilekit.artifact import Artifact, open_artifact
 
 HERE = Path(__file__).resolve().parent
@@ -37,7 +38,11 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    names = arguments.names or sorted(path.stem for path in HERE.glob("*.toml"))
+    names = arguments.names or sorted(
+        path.stem
+        for path in HERE.glob("*.toml")
+        if "program" in configuration.load(path).build.routes
+    )
     reports: list[dict[str, Any]] = []
 
     def keep(name: str) -> None:

@@ -24,3 +24,14 @@ class Plain(nn.Module):
         x = x + mixed.transpose(1, 2).flatten(2)
         result: torch.Tensor = self.norm(self.layers[1](F.gelu(x)))
         return result
+
+
+class Ranked(Plain):
+    """Its scores over many classes: reductions, whose configs Inductor measures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(512, 8192)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.log_softmax(self.scores(super().forward(ids)), -1)
