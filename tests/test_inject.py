@@ -1,4 +1,4 @@
-"""A sample of scripts/trust/inject.py: damage, kills and a full disk."""
+"""A sample of scripts/trust/inject.py, and how these scripts are ended."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "trust" / "inject.py"
+ENDED = """
+import time
+from termination import exit_on_sigterm
+
+exit_on_sigterm()
+try:
+    print("started", flush=True)
+    time.sleep(60)
+finally:
+    time.sleep(0.2)
+    print("cleaned up", flush=True)
+"""
 
 
 @pytest.mark.slow
@@ -24,3 +36,17 @@ def test_a_sample_of_injected_faults() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("nothing was wrong\n")
+
+
+def test_sigterm_lets_a_script_clean_up() -> None:
+    """Also where it comes twice: finally blocks run to their end."""
+    command = [sys.executable, "-c", ENDED]
+    with subprocess.Popen(
+        command, cwd=SCRIPT.parent, stdout=subprocess.PIPE, text=True
+    ) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "started\n"
+        script.terminate()
+        script.terminate()
+        assert script.stdout.read() == "cleaned up\n"
+    assert script.returncode == 1

@@ -28,6 +28,7 @@ SMALL = ROOT / "scripts" / "trust" / "small"
 sys.path.insert(0, str(ROOT / "scripts" / "trust"))
 
 from registry import registry  # noqa: E402
+from termination import exit_on_sigterm  # noqa: E402
 
 EXPRESSION = re.compile(r"\$\{\{\s*(\S+?)\s*\}\}")
 CONDITION = re.compile(r"(\S+) != '(\S*)'")
@@ -97,6 +98,7 @@ class Runner:
 
 def main(folder: Path, requirements: str) -> int:
     """Install, build, verify, push; then pull by the digests that the action gave."""
+    exit_on_sigterm()
     folder.mkdir(parents=True)
     venv.create(folder / "venv", with_pip=True)
     key = folder / "release.key"

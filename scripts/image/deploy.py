@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT / "scripts" / "trust"), str(ROOT / "scripts" / "image")
 
 import run  # noqa: E402
 from registry import registry  # noqa: E402
+from termination import exit_on_sigterm  # noqa: E402
 
 NAMED = "registry.example.com"
 
@@ -156,6 +157,7 @@ def demanding(spec: dict[str, Any], serial: str) -> dict[str, Any]:
 
 def main(folder: Path, deployment: Path) -> int:
     """Push, start, refuse."""
+    exit_on_sigterm()
     described = json.loads((folder / "image.json").read_text())
     stage = run.Stage(**{**described, "root": Path(described["root"])})
     manifest = yaml.safe_load(deployment.read_text(encoding="utf-8"))

@@ -29,6 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "trust"))
+
+from termination import exit_on_sigterm  # noqa: E402
+
 ADDRESS = "http://127.0.0.1:8000"
 # An image's PATH need not have it.
 CHROOT = shutil.which("chroot") or "/usr/sbin/chroot"
@@ -376,6 +380,7 @@ def status_of(document: dict[str, Any]) -> int:
 
 def main() -> int:
     """One of the two commands."""
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("command", choices=["build", "serve"])
     parser.add_argument("dockerfile", type=Path)

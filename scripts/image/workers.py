@@ -25,18 +25,22 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import BertModel
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "trust"))
+
+from termination import exit_on_sigterm  # noqa: E402
+
 EXAMPLE = ROOT / "examples" / "minilm"
 QUESTIONS = 200
 
 
 class Service:
-    """One start of the service."""
+    """One start of the service; as a context manager, nothing of it stays."""
 
     def __init__(self, artifact: str, folder: Path) -> None:
         with socket.socket() as free:
@@ -62,6 +66,21 @@ class Service:
                 start_new_session=True,
             )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> bool:
+        """SIGKILL to all of its processes; whether there was one."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        self.process.wait()
+        return True
+
     def wait_until_ready(self) -> None:
         """Until /ready answers 200."""
         for _ in range(1200):
@@ -86,12 +105,7 @@ class Service:
         """SIGTERM; the exit code, and what was left."""
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(30)
-        left = ""
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            left = "a process was left"
-        except ProcessLookupError:
-            pass
+        left = "a process was left" if self.kill() else ""
         if self.receipt.exists() and not self.receipt.read_bytes().endswith(b"}\n"):
             left = "half a receipt was left"
         return code, left
@@ -122,6 +136,7 @@ def expected(asked: list[list[list[int]]]) -> list[torch.Tensor]:
 
 def main(artifact: str, endings: int = 20) -> int:
     """Answers, then endings; how much was wrong decides."""
+    exit_on_sigterm()
     artifact = os.path.realpath(artifact)
     wrong = 0
     asked = questions()
@@ -129,12 +144,12 @@ def main(artifact: str, endings: int = 20) -> int:
     with tempfile.TemporaryDirectory(prefix="compilekit-workers-") as name:
         folder = Path(name)
         began = time.perf_counter()
-        service = Service(artifact, folder)
-        service.wait_until_ready()
-        seconds = time.perf_counter() - began
-        with ThreadPoolExecutor(8) as pool:
-            answers = [torch.tensor(one) for one in pool.map(service.ask, asked)]
-        code, left = service.end()
+        with Service(artifact, folder) as service:
+            service.wait_until_ready()
+            seconds = time.perf_counter() - began
+            with ThreadPoolExecutor(8) as pool:
+                answers = [torch.tensor(one) for one in pool.map(service.ask, asked)]
+            code, left = service.end()
         pairs = zip(answers, wanted, strict=True)
         largest = max(float((a - b).abs().max()) for a, b in pairs)
         lines = (folder / "access.log").read_text().splitlines()
@@ -146,9 +161,9 @@ def main(artifact: str, endings: int = 20) -> int:
         draw = random.Random(0)
         ends: Counter[str] = Counter()
         for _ in range(endings):
-            service = Service(artifact, folder)
-            time.sleep(draw.uniform(0, seconds))
-            code, left = service.end()
+            with Service(artifact, folder) as service:
+                time.sleep(draw.uniform(0, seconds))
+                code, left = service.end()
             # Before Python has its handlers the signal itself ends the process.
             wrong += code not in (0, -signal.SIGTERM) or bool(left)
             ends[f"exit code {code}{', ' if left else ''}{left}"] += 1

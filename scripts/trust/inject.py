@@ -37,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(SMALL)]
 
 import small  # noqa: E402
 import torch  # noqa: E402
+from termination import exit_on_sigterm  # noqa: E402
 
 import compilekit  # noqa: E402
 from compilekit.artifact import open_artifact  # noqa: E402
@@ -492,13 +493,6 @@ def starved(
     return good
 
 
-def ended(number: int, _: object) -> None:
-    """Ended from outside, the script takes its mounts and folders along."""
-    # timeout(1) sends it twice.
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit("ended by SIGTERM")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The stages that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -509,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--damages", type=int, default=len(DAMAGES))
     parser.add_argument("--operations", help="comma-separated, of kill and full")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, ended)
+    exit_on_sigterm()
     stages = given.stages or ["files", "kill", "full"]
     print(f"seed {given.seed}")
     good = True

@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from termination import exit_on_sigterm
+
 ROOT = Path(__file__).parents[2]
 CONFIG = """\
 version: 0.1
@@ -160,6 +162,7 @@ def main(given: str) -> int:
     for program in ("docker-registry", "skopeo", "openssl"):
         if shutil.which(program) is None:
             raise SystemExit(f"{program} isn't installed")
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="compilekit-registry-") as name:
         folder = Path(name)
         script = Script(folder)
