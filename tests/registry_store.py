@@ -7,7 +7,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Store(ThreadingHTTPServer):
-    """A registry: blobs and manifests in memory, open to meddling."""
+    """A registry: blobs and manifests in memory, open to meddling.
+
+    Attributes:
+        gets: What was asked for, in order.
+        uploads: How many blobs came.
+        full_after: It takes no more blobs than that.
+        breaks_after: Connections that send blobs end after so many bytes; 0: never.
+        continues: Whether a blob can be had from a byte on.
+    """
 
     daemon_threads = True
 
@@ -17,6 +25,9 @@ class Store(ThreadingHTTPServer):
         self.manifests: dict[str, bytes] = {}
         self.gets: list[str] = []
         self.uploads = 0
+        self.full_after = 1 << 20
+        self.breaks_after = 0
+        self.continues = True
 
     @property
     def address(self) -> str:
@@ -56,11 +67,26 @@ class Answers(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.server.gets.append(name)
         if name in kind:
-            self.answer(200, kind[name])
+            self.answer_from(kind[name])
         else:
             self.answer(404)
 
     do_HEAD = do_GET
+
+    def answer_from(self, data: bytes) -> None:
+        """Send all, or what a Range asks for, as far as the connection lasts."""
+        asked = self.headers.get("Range", "") if self.server.continues else ""
+        status = 206 if asked else 200
+        data = data[int(asked.removeprefix("bytes=").removesuffix("-") or 0) :]
+        last = self.server.breaks_after
+        if self.command == "HEAD" or not last or len(data) <= last:
+            self.answer(status, data)
+            return
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[:last])
+        self.close_connection = True
 
     def do_POST(self) -> None:
         """Where to upload to."""
@@ -74,6 +100,9 @@ class Answers(BaseHTTPRequestHandler):
         if "/manifests/" in self.path:
             self.server.manifests[self.path.rsplit("/", 1)[1]] = data
             self.server.manifests[digest] = data
+        elif self.server.uploads == self.server.full_after:
+            self.answer(507)
+            return
         else:
             self.server.uploads += 1
             self.server.blobs[digest] = data

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -27,6 +30,7 @@ from compilekit.errors import ResourceError
 pytest.importorskip("cyclonedx")
 pytest.importorskip("in_toto_attestation")
 
+ROOT = Path(__file__).parents[1]
 BUILDER = "https://ci.example.com/release"
 CONFIG = b'[model]\nsource = "tiny.model:make"\n'
 TIMES = (datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2026, 1, 2, 4, tzinfo=UTC))
@@ -137,3 +141,47 @@ def test_without_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResourceError) as caught:
         attest.require_libraries()
     assert "compilekit[attest]" in caught.value.hint
+
+
+def build_attested(folder: Path, home: Path) -> Artifact:
+    """`compilekit build --attest` of a small model, from a folder of its own."""
+    shutil.copytree(ROOT / "scripts" / "trust" / "small", folder)
+    home.mkdir()
+    known = {k: v for k, v in os.environ.items() if not k.startswith("COMPILEKIT_")}
+    own = {name: str(home) for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME")}
+    words = ["build", "compilekit.toml", "-o", "artifact", "--attest", BUILDER]
+    subprocess.run(
+        [sys.executable, "-m", "compilekit", *words],
+        cwd=folder,
+        env={**known, **own, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+        check=True,
+    )
+    return open_artifact(folder / "artifact").parse_all()
+
+
+@pytest.mark.long
+def test_a_real_build_is_attested_and_reproducible(tmp_path: Path) -> None:
+    """Both documents are valid, and only reports differ between two builds."""
+    first = build_attested(tmp_path / "first", tmp_path / "home")
+    second = build_attested(tmp_path / "größe und 模型", tmp_path / "another home")
+    contents = []
+    for artifact in (first, second):
+        fields = hold_to_standards(artifact)
+        manifest = (artifact.root / "manifest.json").read_bytes()
+        [subject] = fields["subject"]
+        assert subject["digest"]["sha256"] == canonical.sha256(manifest)
+        definition = fields["predicate"]["buildDefinition"]
+        config = (artifact.root.parent / "compilekit.toml").read_text()
+        assert definition["externalParameters"]["config"] == config
+        files = [path for path in artifact.root.rglob("*") if path.is_file()]
+        names = {path.relative_to(artifact.root): path for path in files}
+        assert {Path(attest.PROVENANCE), Path(attest.SBOM)} < names.keys()
+        contents.append(
+            {
+                n: path.read_bytes()
+                for n, path in names.items()
+                if n.parts[0] != "reports"
+            }
+        )
+    assert contents[0] == contents[1]
+    assert first.digest == second.digest

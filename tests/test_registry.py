@@ -35,7 +35,7 @@ from compilekit.errors import (
     MismatchError,
     ResourceError,
 )
-from compilekit.registry import carrier
+from compilekit.registry import carrier, remote
 
 
 class Patient:
@@ -130,6 +130,41 @@ def test_push_again_sends_nothing(pushed: str, store: Store, both: Artifact) -> 
     before, uploads = store.manifests["1"], store.uploads
     registry.push(both, pushed, insecure=True)
     assert (store.manifests["1"], store.uploads) == (before, uploads)
+
+
+def test_a_broken_push_is_resumed_blob_by_blob(store: Store, both: Artifact) -> None:
+    """What had arrived isn't sent again; until all has, there is no manifest."""
+    reference = f"{store.address}/team/model:1"
+    store.full_after = 2
+    with pytest.raises(ResourceError, match="507"):
+        registry.push(both, reference, insecure=True)
+    arrived = dict(store.blobs)
+    assert (store.uploads, len(arrived), store.manifests) == (2, 2, {})
+    store.full_after = 3
+    registry.push(both, reference, insecure=True)
+    assert store.uploads == len(store.blobs) == 3
+    assert "1" in store.manifests
+
+
+def test_a_broken_pull_is_continued(
+    pushed: str, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the byte that was missing; one that can't be is named, nothing is left."""
+    monkeypatch.setattr(remote, "_CHUNK", 1000)
+    layer = layer_of(store, V4)
+    store.breaks_after = len(store.blobs[layer]) // 3
+    out = tmp_path / "out" / "artifact"
+    artifact = registry.pull(pushed, out, target=V4, insecure=True)
+    assert artifact.parse_all().manifest.targets.keys() == {V4}
+    assert store.gets.count(layer) == 4
+    shutil.rmtree(out)
+    store.continues = False
+    with pytest.raises(ResourceError, match="can't be continued"):
+        registry.pull(pushed, out, target=V4, insecure=True)
+    store.continues, store.breaks_after = True, 999
+    with pytest.raises(ResourceError, match="IncompleteRead"):
+        registry.pull(pushed, out, target=V4, insecure=True)
+    assert list(out.parent.iterdir()) == []
 
 
 def test_by_digest(pushed: str, store: Store, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 AGAIN = "Nothing of it was used. Pull again, or push the artifact again."
 
 _MAX_MANIFEST = 4 << 20
-_CHUNK = 1 << 20
+# What is lost of a connection that breaks off, at most.
+_CHUNK = 1 << 16
+_PARTIAL = 206
 
 
 class Remote:
@@ -111,17 +113,34 @@ class Remote:
     def download(self, digest: str, size: int, stream: IO[bytes]) -> None:
         """A layer of this size into a file, held to its digest.
 
+        A connection that breaks off is continued from there, as long as each brings
+        more of it.
+
         Raises:
             DigestError: It's larger, smaller or another one.
+            ResourceError: The registry can't be reached, or can't continue.
         """
         room = os.fstatvfs(stream.fileno())
         # Twice: the layer, and what is unpacked from it.
         if room.f_bavail * room.f_frsize < 2 * size:
             raise OSError(28, f"needs {2 * size} bytes free")
         sha256 = hashlib.sha256()
-        for chunk in self._get(self._url(digest), size, {}):
-            sha256.update(chunk)
-            stream.write(chunk)
+        count, complete = 0, False
+        while not complete:
+            start = count
+            # A range of what a proxy compresses would be another one each time.
+            headers = {"Accept-Encoding": "identity"}
+            if start:
+                headers["Range"] = f"bytes={start}-"
+            try:
+                for chunk in self._get(self._url(digest), size - start, headers):
+                    sha256.update(chunk)
+                    stream.write(chunk)
+                    count += len(chunk)
+                complete = True
+            except ResourceError:
+                if count == start:
+                    raise
         stream.flush()
         found = f"sha256:{sha256.hexdigest()}"
         if found != digest:
@@ -135,6 +154,8 @@ class Remote:
         with self._talking():
             answer = self._client.do_request(url, "GET", headers=headers, stream=True)
             self._check(answer)
+            if "Range" in headers and answer.status_code != _PARTIAL:
+                raise ValueError("a blob broke off, and can't be continued there")
             count = 0
             with closing(answer):
                 for chunk in answer.iter_content(_CHUNK):
@@ -146,7 +167,7 @@ class Remote:
                     yield chunk
 
     def _check(self, answer: Any) -> None:
-        if answer.status_code not in (200, 201, 202):
+        if answer.status_code not in (200, 201, 202, _PARTIAL):
             text = " ".join(answer.text[:200].split())
             raise ValueError(f"{answer.status_code} {answer.reason} {text}".strip())
 

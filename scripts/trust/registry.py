@@ -2,8 +2,9 @@
 
     python scripts/trust/registry.py ARTIFACT
 
-Debian's `docker-registry` serves on loopback. Each line shows a command, its exit code
-and what it said; at the end stands how many weren't as expected.
+Debian's `docker-registry` serves on loopback; `umoci` unpacks what was pushed as an image.
+Each line shows a command, its exit code and what it said; at the end stands how many
+weren't as expected.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tarfile
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ def hostile(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 def main(given: str) -> int:
     """The whole story; the number of wrong ends decides."""
-    for program in ("docker-registry", "skopeo", "openssl"):
+    for program in ("docker-registry", "skopeo", "umoci", "openssl"):
         if shutil.which(program) is None:
             raise SystemExit(f"{program} isn't installed")
     exit_on_sigterm()
@@ -218,32 +219,34 @@ def story(script: Script, artifact: Path, address: str, storage: Path) -> None:
     if left or Path("/tmp/evil").exists():
         script.wrong += 1
         print(f"WRONG: {left} was left")
-    print("\nAn image for Red Hat's Model Cache Vault:")
     target = manifest["layers"][0]["annotations"]["io.compilekit.target"]
-    carrier = f"{address}/team/carrier:1"
-    script(*push, carrier, "--mcv", "--target", target)
-    said = script("skopeo", "inspect", "--tls-verify=false", f"docker://{carrier}")
+    image(script, [*push, "--mcv", "--target", target], f"{address}/team/carrier:1")
+
+
+def image(script: Script, push: Sequence[object], carrier: str) -> None:
+    """Push as an image, and unpack it by hand as MCV does, then by umoci."""
+    print("\nAn image for Red Hat's Model Cache Vault:")
+    script(*push, carrier)
+    copy = ["skopeo", "copy", "--src-tls-verify=false", f"docker://{carrier}"]
+    said = script("skopeo", "inspect", "--tls-verify=false", copy[-1])
     labels = json.loads(said)["Labels"]
     for label, value in labels.items():
         print(f"  {label} = {value}")
-    script(
-        "skopeo", "copy", "--src-tls-verify=false", f"docker://{carrier}", "dir:carried"
-    )
+    script(*copy, "dir:carried")
     layer = json.loads(said)["Layers"][0].removeprefix("sha256:")
     script("mkdir", "node")
     script("tar", "xzf", f"carried/{layer}", "-C", "node")
-    script(
-        "compilekit",
-        "verify-signature",
-        "node/io.triton.cache/artifact",
-        "--key",
-        "release.pub",
-    )
-    found = script.folder / "node" / "io.triton.cache"
-    size = sum(path.stat().st_size for path in found.rglob("*") if path.is_file())
-    if str(size) != labels["cache.triton.image/cache-size-bytes"]:
-        script.wrong += 1
-        print(f"WRONG: {size} bytes were extracted")
+    script(*copy, "oci:layout:1")
+    script("umoci", "unpack", "--image", "layout:1", "bundle")
+    for root in ("node", "bundle/rootfs"):
+        cache = f"{root}/io.triton.cache"
+        verify = ["verify-signature", f"{cache}/artifact", "--key", "release.pub"]
+        script("compilekit", *verify)
+        files = [path for path in (script.folder / cache).rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
+        if str(size) != labels["cache.triton.image/cache-size-bytes"]:
+            script.wrong += 1
+            print(f"WRONG: {size} bytes were extracted")
 
 
 if __name__ == "__main__":
