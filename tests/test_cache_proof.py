@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -12,11 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_signature import make_keys, marker_pickle
 
 from compilekit import config as configuration
-from compilekit.artifact import open_artifact
+from compilekit.artifact import (
+    Artifact,
+    Manifest,
+    canonical,
+    open_artifact,
+    write_artifact,
+)
+from compilekit.artifact.cache import blob_path, cache_from_json, cache_path
 from compilekit.compiler.build import build
+from compilekit.errors import ArtifactError, SignatureError
 from compilekit.plan import make_plan
+from compilekit.runtime.restore import restore
+from compilekit.trust import signature
 
 # What torch's compiler warns of when it's imported is torch's own affair.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -132,6 +144,62 @@ assert first.misses == second.misses == ()
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_pickle_in_the_caches_never_runs(
+    stale_artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In place of every file: not before digests pass, and never under a demand."""
+    marker = tmp_path / "marker"
+    payload = marker_pickle(marker)
+    shutil.copytree(stale_artifact, tmp_path / "ours")
+    ours = open_artifact(tmp_path / "ours")
+    private, public = make_keys(tmp_path)
+    signature.sign(ours, private, 1)
+    record = signature.record_path(ours.root)
+    for path in (p for p in ours.root.rglob("*") if p.is_file()):
+        before = path.read_bytes()
+        path.write_bytes(payload)
+        with pytest.raises(ArtifactError):
+            restore(ours.root)
+        path.write_bytes(before)
+    theirs = write_artifact(tmp_path / "theirs", *with_pickles(ours, payload))
+    shutil.copy(record, signature.record_path(theirs.root))
+    monkeypatch.setenv("COMPILEKIT_REQUIRE_SIGNATURE", str(public))
+    with pytest.raises(SignatureError):
+        restore(theirs.root)
+    assert not marker.exists()
+    # Where nothing is demanded, whoever seals an artifact runs code: these were pickles
+    # that are opened.
+    monkeypatch.delenv("COMPILEKIT_REQUIRE_SIGNATURE")
+    code = "import sys, compilekit; compilekit.restore(sys.argv[1]); import stale_model"
+    subprocess.run(
+        [sys.executable, "-c", f"{code}; stale_model.warmup({{'b': 4}})", theirs.root],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{PROOF}", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        check=False,
+    )
+    assert marker.exists()
+
+
+def with_pickles(
+    artifact: Artifact, payload: bytes
+) -> tuple[Manifest, dict[str, bytes]]:
+    """An artifact in which every pickle of torch's is another one, for sealing."""
+    [target] = artifact.manifest.targets
+    files = {path: artifact.read(path) for path in artifact.manifest.files}
+    place = cache_path(target)
+    cache = cache_from_json(files[place], target, artifact.manifest.files)
+    digests = {package.content for package in cache.packages}
+    digests |= {d for path, d in cache.files.items() if "/fxgraph/" in path}
+    digests |= {d for path, d in cache.files.items() if "/aotautograd/" in path}
+    text = files[place].decode()
+    for digest in digests:
+        del files[blob_path(target, digest)]
+        text = text.replace(digest, canonical.sha256(payload))
+    files[blob_path(target, canonical.sha256(payload))] = payload
+    return artifact.manifest, {**files, place: text.encode()}
 
 
 @pytest.mark.slow

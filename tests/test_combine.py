@@ -10,7 +10,7 @@ import golden
 import pytest
 
 from compilekit.artifact import Artifact, canonical, edit, open_artifact, write_artifact
-from compilekit.artifact.compare import compare
+from compilekit.artifact.compare import compare, times_path
 from compilekit.cli import run
 from compilekit.errors import ConfigError, Mismatch, MismatchError, ResourceError
 from compilekit.runtime.receipt import Receipt, Route
@@ -173,6 +173,30 @@ def test_every_difference_of_a_digest_is_shown(one: Artifact, tmp_path: Path) ->
         assert changed(one, two)
     other = golden.write_artifact(tmp_path / "v", golden.parts(), golden.variant(1))
     assert [kind for kind, _ in changed(one, other)].count("file") == 1
+
+
+def test_times_are_shown_and_make_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What each build took, beside each other; a bucket that one lacks has one time."""
+    place = times_path(golden.TARGET)
+    for name, seconds in (
+        ("one", {"forward b1_s32": 1.5, "forward b1_s128": 2}),
+        ("two", {"forward b1_s32": 3.25}),
+    ):
+        reports = {**golden.reports(), place: canonical.encode(seconds)}
+        write_artifact(tmp_path / name, golden.parts(), golden.files(), reports)
+    words = ["diff", str(tmp_path / "one"), str(tmp_path / "two")]
+    assert run([*words, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["changes"], result["a"]) == ([], result["b"])
+    name = f"{golden.TARGET} forward b1_s32"
+    assert {"kind": "time", "name": name, "a": 1.5, "b": 3.25} in result["times"]
+    name = f"{golden.TARGET} forward b1_s128"
+    assert {"kind": "time", "name": name, "a": 2, "b": None} in result["times"]
+    assert run([*words, "--plain"]) == 0
+    assert "equal\tyes" in (out := capsys.readouterr().out)
+    assert f"time\t{golden.TARGET} forward b1_s32\t1.500000\t3.250000" in out
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

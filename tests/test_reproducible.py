@@ -9,7 +9,8 @@ import pytest
 import tower
 
 from compilekit import config as configuration
-from compilekit.artifact import Artifact, open_artifact
+from compilekit.artifact import Artifact, canonical, open_artifact
+from compilekit.artifact.compare import times_path
 from compilekit.compiler.build import build
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -47,6 +48,18 @@ def test_another_build_gives_the_same_bytes(
     assert sorted(ours) == sorted(theirs)
     assert [path for path in ours if ours[path] != theirs[path]] == []
     assert first.digest == second.digest
+
+
+def test_a_report_says_how_long_each_bucket_took() -> None:
+    """For `diff`: seconds of every bucket, outside of the digest."""
+    artifact = open_artifact(tower.artifact())
+    for target in artifact.manifest.targets:
+        path = times_path(target)
+        assert path not in artifact.manifest.files
+        times = canonical.decode(artifact.read(path), path)
+        built = {(e, b) for t, e, b in artifact.programs if t == target}
+        assert times.keys() == {f"{entry} {bucket}" for entry, bucket in built}
+        assert min(times.values()) > 0
 
 
 def test_no_path_of_the_build_host_is_inside(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from compilekit.artifact import manifest
+from compilekit.artifact import canonical, manifest
 from compilekit.artifact.store import Artifact
 
 
@@ -17,7 +17,7 @@ class Change(NamedTuple):
 
     Attributes:
         kind: ``model``, ``factor``, ``serve``, ``target``, ``entry``, ``bucket``,
-            ``program``, ``kernel`` or ``size``.
+            ``program``, ``kernel``, ``size`` or ``time``.
         name: Of what.
         a: Value in the first artifact; None = it isn't there.
         b: Value in the second.
@@ -37,6 +37,26 @@ def compare(a: Artifact, b: Artifact) -> tuple[Change, ...]:
     if a.digest == b.digest:
         return ()
     return tuple(_changes(a, b))
+
+
+def times_path(target: str) -> str:
+    """The report of how many seconds each bucket took: ``entry bucket`` → seconds."""
+    return f"reports/{target}/times.json"
+
+
+def compare_times(a: Artifact, b: Artifact) -> tuple[Change, ...]:
+    """Seconds that the build of each bucket took, as far as reports say."""
+    return tuple(_pairs("time", _times(a), _times(b)))
+
+
+def _times(artifact: Artifact) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for target in artifact.manifest.targets:
+        path = times_path(target)
+        if path in artifact.reports:
+            seconds = canonical.decode(artifact.read(path), path)
+            found |= {f"{target} {bucket}": took for bucket, took in seconds.items()}
+    return found
 
 
 def _changes(a: Artifact, b: Artifact) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from compilekit.cli.options import PATH, Command, artifact_argument
-from compilekit.console import Facts, Mark, Report, Size, Table
+from compilekit.console import Facts, Mark, Report, Seconds, Size, Table
 
 if TYPE_CHECKING:
     from compilekit.artifact import Artifact
@@ -23,10 +23,11 @@ _LONGEST = 60
 def diff(a: Path, b: Path) -> Report:
     """Show what differs between artifacts A and B, from the model to the kernel.
 
-    Exit code 0 either way; equal artifacts have equal digests. Imports no torch.
+    Exit code 0 either way; equal artifacts have equal digests, whatever time their
+    builds took. Imports no torch.
     """
     from compilekit.artifact import open_artifact
-    from compilekit.artifact.compare import compare
+    from compilekit.artifact.compare import compare, compare_times
 
     one, two = open_artifact(a).parse_all(), open_artifact(b).parse_all()
     changes = compare(one, two)
@@ -38,10 +39,18 @@ def diff(a: Path, b: Path) -> Report:
             ("equal", Mark("yes", "good") if not changes else Mark("no", "warn")),
         )
     )
+    times = compare_times(one, two)
     rows = [(c.kind, c.name, _shown(c.a), _shown(c.b)) for c in changes]
-    table = [Table("change", ("kind", "name", "a", "b"), rows)] if rows else []
-    result = {"a": one.digest, "b": two.digest, "changes": _as_json(changes)}
-    return Report(result, (facts, *table))
+    took = [(c.name, _seconds(c.a), _seconds(c.b)) for c in times]
+    tables = [Table("change", ("kind", "name", "a", "b"), rows)] if rows else []
+    tables += [Table("time", ("bucket", "a", "b"), took)] if took else []
+    result = {
+        "a": one.digest,
+        "b": two.digest,
+        "changes": _as_json(changes),
+        "times": _as_json(times),
+    }
+    return Report(result, (facts, *tables))
 
 
 @click.command(
@@ -123,6 +132,11 @@ def _shown(value: object) -> str | None:
     text = str(value)
     digest = len(text) == 64 and text.isalnum()
     return text if digest or len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
+
+
+def _seconds(value: object) -> Seconds | None:
+    """A cell of a report's number; what isn't one is left out."""
+    return Seconds(value) if isinstance(value, int | float) else None
 
 
 def _as_json(changes: tuple[object, ...]) -> list[object]:

@@ -34,6 +34,7 @@ from compilekit.artifact import (
     canonical,
     write_artifact,
 )
+from compilekit.artifact.compare import times_path
 from compilekit.artifact.manifest import seal_manifest
 from compilekit.artifact.program import entry_from_json, to_json
 from compilekit.artifact.verification import CONFIG_REPORT
@@ -124,6 +125,7 @@ def build(
                 exit_code=_exit_code(failed[0]),
             )
         parts, files, reports = _gather(config, planned, scratch, caches)
+        reports |= _times(results)
         if attest:
             data, sealed = seal_manifest(parts, files)
             toml, now = reports[CONFIG_REPORT], datetime.now(UTC)
@@ -310,6 +312,20 @@ def _gather(
         serve=Serve(*dataclasses.astuple(config.serve)),
     )
     return parts_of_manifest, files, reports
+
+
+def _times(results: list[BucketResult]) -> dict[str, bytes]:
+    """A report for each target: how long its buckets took."""
+    return {
+        times_path(target): canonical.encode(
+            {
+                f"{one.entry} {one.bucket}": round(one.seconds, 3)
+                for one in results
+                if one.target == target
+            }
+        )
+        for target in {one.target for one in results}
+    }
 
 
 def _described(name: str) -> dict[str, Any]:
