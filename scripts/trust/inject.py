@@ -46,6 +46,7 @@ from compilekit.errors import CompilekitError  # noqa: E402
 
 COMPILEKIT = [sys.executable, "-m", "compilekit", "--plain"]
 HUGE = 1 << 40
+STAGES = ("files", "kill", "full")
 
 
 class Setting(NamedTuple):
@@ -496,7 +497,8 @@ def starved(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The stages that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("stages", nargs="*", choices=["files", "kill", "full"])
+    # argparse takes no empty list as a choice.
+    parser.add_argument("stages", nargs="*", choices=[*STAGES, "all"], default="all")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--full", type=int, default=50)
@@ -504,7 +506,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--operations", help="comma-separated, of kill and full")
     given = parser.parse_args(arguments)
     exit_on_sigterm()
-    stages = given.stages or ["files", "kill", "full"]
+    stages = STAGES if "all" in given.stages else given.stages
     print(f"seed {given.seed}")
     good = True
     with made_setting() as setting:
