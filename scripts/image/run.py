@@ -36,6 +36,8 @@ from termination import exit_on_sigterm  # noqa: E402
 ADDRESS = "http://127.0.0.1:8000"
 # An image's PATH need not have it.
 CHROOT = shutil.which("chroot") or "/usr/sbin/chroot"
+# Where the image has its artifact.
+ARTIFACT = "/model/artifact"
 ODD = "größe und 模型"
 
 
@@ -250,7 +252,7 @@ def serve(folder: Path) -> int:
     stage = Stage(**{**described, "root": Path(described["root"])})
     for finding in look(stage):
         print(finding)
-    failed = 0
+    failed = examine(stage)
     for name, condition in CONDITIONS.items():
         try:
             print(f"{name}: {one_start(stage, condition)}", flush=True)
@@ -282,13 +284,31 @@ def look(stage: Stage) -> list[str]:
     ]
 
 
+def examine(stage: Stage) -> int:
+    """What `compilekit doctor` says in the image; how many failures."""
+    words = ["compilekit", "--json", "doctor", ARTIFACT]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", starting(stage, Condition(), words)],
+        env=stage.environment,
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    result = json.loads(done.stdout)["result"]
+    print(f"doctor: {result['ok']} ok, exit code {done.returncode}")
+    for one in result["findings"]:
+        if one["verdict"] != "ok":
+            print(f"doctor: {one['verdict']}: {one['check']}: {one['found']}")
+    return int(result["failure"])
+
+
 def one_start(stage: Stage, condition: Condition) -> str:
     """Start the CMD in the root, ask it, end it; what it took."""
     began = time.perf_counter()
     log = stage.root.parent / "serve.log"
+    served = json.loads(stage.settings["CMD"])
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-ec", starting(stage, condition)],
+            ["unshare", "--mount", "sh", "-ec", starting(stage, condition, served)],
             env=stage.environment,
             stdout=stream,
             stderr=subprocess.STDOUT,
@@ -309,9 +329,8 @@ def one_start(stage: Stage, condition: Condition) -> str:
     return f"ready after {ready:.1f} s, 2 embeddings, too long a text is 413"
 
 
-def starting(stage: Stage, condition: Condition) -> str:
-    """Shell words that make the condition and become the service."""
-    command = json.loads(stage.settings["CMD"])
+def starting(stage: Stage, condition: Condition, command: list[str]) -> str:
+    """Shell words that make the condition and become a command in the root."""
     root = shlex.quote(str(stage.root))
     lines = [
         f"mount --bind {root} {root}",
@@ -327,12 +346,12 @@ def starting(stage: Stage, condition: Condition) -> str:
         there = shlex.quote(f"{stage.root}{condition.artifact}")
         lines += [
             f"mkdir -p {there}",
-            f"cp -a {root}/model/artifact/. {there}/",
-            f"cp -a {root}/model/artifact.verified.json {there}.verified.json",
+            f"cp -a {root}{ARTIFACT}/. {there}/",
+            f"cp -a {root}{ARTIFACT}.verified.json {there}.verified.json",
             f"(cd {there}; {condition.before or ':'})",
         ]
-        own = "/model/artifact"
-        command = [condition.artifact if word == own else word for word in command]
+        there = condition.artifact
+        command = [there if word == ARTIFACT else word for word in command]
     user, folder = stage.settings["USER"], shlex.quote(stage.settings["WORKDIR"])
     service = shlex.quote(f"cd {folder} && exec {shlex.join(command)}")
     enter = f"exec {CHROOT} --userspec={user}:{user} --groups= {root}"
