@@ -41,7 +41,7 @@ SERVE = ROOT / "scripts" / "cache_proof" / "serve.py"
 # What a complete start counts none of.
 NONE = ("graphs", "missed", "kernels", "benchmarks")
 # After which a process is killed; none takes half of it.
-SECONDS = 100
+SECONDS = 170
 
 
 def main() -> None:
