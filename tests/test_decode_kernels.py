@@ -19,7 +19,9 @@ import torch
 from compilekit import config as configuration
 from compilekit.artifact import Artifact, open_artifact
 from compilekit.compiler.build import build
+from compilekit.compiler.tuning import Tuning
 from compilekit.compiler.verify import verify
+from compilekit.errors import ConfigError
 
 pytestmark = pytest.mark.cuda
 
@@ -134,6 +136,49 @@ def test_a_tuning_file_chooses(artifact: Artifact, tmp_path: Path) -> None:
     # The down projection: 256 columns, one to a block, and two.
     assert [256, 1, 1] in grids[0]
     assert [128, 1, 1] in grids[1]
+
+
+def traced(between: str, *, width: int = 256) -> list[Any]:
+    """Products found in two projections of one input, with something between them."""
+    from compilekit._torch.fake import FakeTensorMode
+    from compilekit.compiler.decode_kernels import find
+
+    linear = torch.nn.functional.linear
+    with FakeTensorMode():
+        x, weight = (
+            torch.empty(*shape, device="cuda", dtype=torch.bfloat16)
+            for shape in ((1, 1, width), (128, width))
+        )
+        result = torch.empty(1, 1, 128, device="cuda", dtype=torch.bfloat16)
+    graph = torch.fx.Graph()
+    row, first, second = (graph.placeholder(name) for name in ("x", "w0", "w1"))
+    row.meta["example_value"] = x
+    for given in (first, second):
+        given.meta["example_value"] = weight
+    products = [graph.call_function(linear, (row, first))]
+    graph.call_method(between, (row, row))
+    products.append(graph.call_function(linear, (row, second)))
+    for product in products:
+        product.meta["example_value"] = result
+    return find(torch.fx.GraphModule({}, graph))
+
+
+def test_projections_of_one_input_are_one_product() -> None:
+    """Query, key and value; but not across a write into what they read."""
+    assert [product.columns for product in traced("add")] == [(128, 128)]
+    assert [product.columns for product in traced("add_")] == [(128,), (128,)]
+    assert traced("add", width=100) == []
+
+
+def test_blocks_that_do_not_fit_are_refused() -> None:
+    """A tuning file can't make a kernel read past a weight."""
+    from compilekit.compiler.decode_kernels import choose
+
+    (product,) = traced("add")
+    for blocks in ([3, 256, 1, 4], [1, 512, 1, 4]):
+        tuning = Tuning(choices={product.key: {"blocks": blocks}})
+        with pytest.raises(ConfigError, match="is to be cut into"):
+            choose(product, tuning)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels run on a GPU")

@@ -1,9 +1,12 @@
-"""Private torch.library names: where a custom operator comes from."""
+"""Private torch.library names: where an operator comes from, and what it writes."""
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator, OpOverload
 
 from compilekit._torch.runtime import operator_schema
 
@@ -15,8 +18,30 @@ def operator_origin(name: str) -> dict[str, str]:
 
     Source: torch/_library/custom_ops.py, OPDEFS and CustomOpDef (2.11, 2.13).
     """
-    namespace, _, operator = name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), operator)
+    namespace, _, own_name = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), own_name)
     definition = OPDEFS.get(name)
     module = definition._init_fn.__module__ if definition is not None else ""
     return {"module": module, "schema": operator_schema(packet)}
+
+
+# Python's in-place operators (iadd, …); inv and index are among them and do no harm.
+_WRITING = {name for name in vars(operator) if name.startswith("i")}
+_WRITING |= {"setitem", "delitem"}
+
+
+def may_write(node: torch.fx.Node) -> bool:
+    """Whether a node of a Dynamo graph may write into a tensor; rather yes than no.
+
+    Source: torch/_ops.py, OpOverload._schema and HigherOrderOperator (2.11, 2.13).
+    """
+    target = node.target
+    if not node.op.startswith("call_"):
+        return False
+    if isinstance(target, HigherOrderOperator):
+        return True
+    if isinstance(target, OpOverload):
+        return bool(target._schema.is_mutable)
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    in_place = name.endswith("_") or name.strip("_") in _WRITING
+    return in_place or "out" in node.kwargs

@@ -9,14 +9,15 @@ is our kernel (docs/generate.md has what was measured).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
+from compilekit._torch.ops import may_write
 from compilekit.compiler.generate import Attention, Window, step
 from compilekit.compiler.tuning import Tuning
+from compilekit.errors import ConfigError
 from compilekit.kernels import attention as kernels
 from compilekit.kernels import blocks, products
 from compilekit.kernels.blocks import Blocks
@@ -51,40 +52,62 @@ class Product(NamedTuple):
 
 
 def find(graph: GraphModule) -> list[Product]:
-    """Products of a captured graph that our kernels can compute."""
-    found: dict[Node, list[tuple[Node, torch.Tensor, torch.Tensor, bool]]] = {}
+    """Products of a captured graph that our kernels can compute.
+
+    Those of one input are one product, unless something is written between them.
+    """
+    groups: list[list[Node]] = []
+    growing: dict[Node, list[Node]] = {}
     for node in graph.graph.nodes:
-        if node.target is not torch.nn.functional.linear or node.kwargs:
+        if may_write(node):
+            growing.clear()
+        if not _fits(node):
             continue
-        row, weight, bias = (*node.args, None, None)[:3]
-        x, w = _example(row), _example(weight)
-        if _fits(x, w) and _given(weight) and (bias is None or _given(bias)):
-            found.setdefault(row, []).append((node, x, w, bias is not None))
-    result = []
-    for calls in found.values():
-        for some in _pieces(calls, blocks.MOST_WEIGHTS):
-            nodes, inputs, weights, biased = zip(*some, strict=True)
-            inner = inputs[0].shape[-1]
-            product = Product(
-                nodes=nodes,
-                rows=inputs[0].numel() // inner,
-                inner=inner,
-                columns=tuple(weight.shape[0] for weight in weights),
-                biased=biased,
-                dtype=inputs[0].dtype,
-            )
-            if blocks.candidates(product.rows, product.columns, product.inner):
-                result.append(product)
-    return result
+        group = growing.get(node.args[0])
+        if group is None or len(group) == blocks.MOST_WEIGHTS:
+            group = growing[node.args[0]] = []
+            groups.append(group)
+        group.append(node)
+    return [product for group in groups if (product := _product(group))]
+
+
+def _product(nodes: list[Node]) -> Product | None:
+    """The product that calls of one input are; None if no block fits it."""
+    x = _example(nodes[0].args[0])
+    inner = x.shape[-1]
+    product = Product(
+        nodes=tuple(nodes),
+        rows=x.numel() // inner,
+        inner=inner,
+        columns=tuple(_example(node.args[1]).shape[0] for node in nodes),
+        biased=tuple(_bias(node) is not None for node in nodes),
+        dtype=x.dtype,
+    )
+    found = blocks.candidates(product.rows, product.columns, product.inner)
+    return product if found else None
 
 
 def choose(product: Product, tuning: Tuning) -> Blocks | None:
-    """How a product is computed; None = as torch would."""
+    """How a product is computed; None = as torch would.
+
+    Raises:
+        ConfigError: the tuning file cuts it into blocks that don't fit.
+    """
     choice = tuning.choices.get(product.key)
-    if choice is not None:
-        return Blocks(*choice["blocks"]) if choice["blocks"] else None
-    processors = torch.cuda.get_device_properties().multi_processor_count
-    return blocks.untuned(product.rows, product.columns, product.inner, processors)
+    if choice is None:
+        processors = torch.cuda.get_device_properties().multi_processor_count
+        return blocks.untuned(product.rows, product.columns, product.inner, processors)
+    if not choice["blocks"]:
+        return None
+    chosen = Blocks(*choice["blocks"])
+    known = blocks.candidates(product.rows, product.columns, product.inner)
+    if chosen not in known:
+        raise ConfigError(
+            f"[autotune] from: {product.key} is to be cut into {list(chosen)}; expected"
+            f" one of {', '.join(str(list(each)) for each in known)}",
+            hint="Tune again: `compilekit tune` measures what this version knows.",
+        )
+    return chosen
 
 
 def replace(graph: GraphModule, tuning: Tuning) -> None:
@@ -94,14 +117,13 @@ def replace(graph: GraphModule, tuning: Tuning) -> None:
         if cut is None:
             continue
         first = product.nodes[0]
-        arguments = [(*node.args, None)[:3] for node in product.nodes]
         with graph.graph.inserting_before(first):
             flat = graph.graph.call_function(
                 products.OPERATOR,
                 (
                     first.args[0],
-                    [weight for _, weight, _ in arguments],
-                    [bias for _, _, bias in arguments],
+                    [node.args[1] for node in product.nodes],
+                    [_bias(node) for node in product.nodes],
                     list(cut),
                 ),
             )
@@ -190,24 +212,34 @@ def _example(argument: Any) -> Any:
     return argument.meta.get("example_value") if isinstance(argument, Node) else None
 
 
-def _given(argument: Any) -> bool:
-    """True for a graph's own input, which is there before the first product."""
-    return isinstance(argument, Node) and argument.op == "placeholder"
+def _bias(node: Node) -> Any:
+    return node.args[2] if len(node.args) > 2 else None
 
 
-def _fits(x: Any, weight: Any) -> bool:
+def _fits(node: Node) -> bool:
+    """Whether a node is a product of few rows with an input of the graph."""
+    if node.target is not torch.nn.functional.linear or node.kwargs:
+        return False
+    x, result = _example(node.args[0]), _example(node)
+    parts = [part for part in (node.args[1], _bias(node)) if part is not None]
     return (
         isinstance(x, torch.Tensor)
-        and isinstance(weight, torch.Tensor)
+        and isinstance(result, torch.Tensor)
         and x.is_cuda
         and x.dtype in kernels.DTYPES
-        and weight.dtype == x.dtype
-        and weight.ndim == 2
-        and weight.is_contiguous()
-        and math.prod(x.shape[:-1]) <= blocks.MOST_ROWS
+        # Autocast gives another dtype.
+        and result.dtype == x.dtype
+        and 0 < math.prod(x.shape[:-1]) <= blocks.MOST_ROWS
+        and all(_is_given(part, x.dtype) for part in parts)
     )
 
 
-def _pieces(items: list[Any], most: int) -> Iterator[list[Any]]:
-    for start in range(0, len(items), most):
-        yield items[start : start + most]
+def _is_given(argument: Any, dtype: torch.dtype) -> bool:
+    """Whether it's an input of the graph, there before the first product, and dense."""
+    tensor = _example(argument)
+    return (
+        isinstance(tensor, torch.Tensor)
+        and argument.op == "placeholder"
+        and tensor.dtype == dtype
+        and tensor.is_contiguous()
+    )
