@@ -67,9 +67,40 @@ def built(folder: Path, more: str = "", choices: Any = None) -> Artifact:
 
 def launches(artifact: Artifact, entry: str, bucket: str) -> Counter[str]:
     """How often a program's host code launches each of our kernels."""
+    code = host_code(artifact, entry, bucket)
+    program = artifact.programs["nvidia-h200", entry, bucket]
+    counts: Counter[str] = Counter()
+    for name, kernel in program.kernels.items():
+        counts[kernel.launch["symbol"]] += code.count(f"    {name}((")
+    return Counter({name: counts[name] for name in OURS if counts[name]})
+
+
+def host_code(artifact: Artifact, entry: str, bucket: str) -> str:
+    """A program's ``call.py``."""
     folder = Path(artifact.root) / "programs" / "nvidia-h200" / entry / bucket
-    folder = Path(artifact.root) / "programs" / "nvidia-h200" / "decode" / bucket
-    code = (folder / "call.py").read_text()
+    return (folder / "call.py").read_text()
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Built once."""
+    return built(tmp_path_factory.mktemp("decode"))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "kernel"), [("b1_c48", "one_row"), ("b4_c48", "few_rows")]
+)
+def test_a_decode_step_calls_no_library(
+    artifact: Artifact, bucket: str, kernel: str
+) -> None:
+    """A layer has four launches of products: q, k and v, o, gate and up, down."""
+    assert launches(artifact, "decode", bucket) == {
+        kernel: 2 * 4 + 1,
+        "write_token": 2,
+        "split_attention": 2,
+        "join_attention": 2,
+    }
+    code = host_code(artifact, "decode", bucket)
     # Rotary angles are an outer product, once for all layers.
     assert len(re.findall(r"extern_kernels\.\w+\(", code)) == 1
     assert "torch.ops.aten" not in code
@@ -78,10 +109,9 @@ def launches(artifact: Artifact, entry: str, bucket: str) -> Counter[str]:
 @pytest.mark.parametrize("bucket", ["b1_c24", "b4_c24", "b4_c48"])
 def test_the_cache_is_read_where_it_lies(artifact: Artifact, bucket: str) -> None:
     """A window of a larger cache isn't copied: kernels get the graph's own inputs."""
-    folder = Path(artifact.root) / "programs" / "nvidia-h200" / "decode" / bucket
     calls = re.findall(
         r"(?:write_token|split_attention)_\d+\(\((.*)\), stream0",
-        (folder / "call.py").read_text(),
+        host_code(artifact, "decode", bucket),
     )
     assert len(calls) == 4
     for call in calls:
