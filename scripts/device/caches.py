@@ -114,7 +114,12 @@ def compilekit(folder: Path, command: str, *words: Any) -> dict[str, Any]:
     if done.returncode:
         return failed(done)
     took = {command: time.perf_counter() - began}
-    return {"seconds": took, "printed": done.stdout.splitlines()}
+    rows = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("bucket\t", "replay\t"))
+    ]
+    return {"seconds": took, "printed": rows}
 
 
 def started(
