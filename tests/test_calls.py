@@ -170,6 +170,71 @@ def test_a_scripts_outputs_are_verified(tmp_path: Path, kept: bool) -> None:
     assert ("they show only that nothing was compiled" in said) is not kept
 
 
+CLOSURE = """
+import torch
+
+def warmup(axes):
+    scale = torch.full((4,), 3.0)
+
+    def step(x):
+        y = x * scale
+        print("rows:", len(x))
+        return torch.relu(y + scale)
+
+    return torch.compile(step, dynamic=False)(torch.ones(axes["b"], 4))
+"""
+
+MORE = """
+[gates]
+graph_breaks = 1
+[compile]
+threads = 1
+"""
+
+SERVED = """
+import torch
+
+import compilekit
+
+torch.set_num_threads(1)
+receipt = compilekit.restore(require="cache")
+import steps
+
+for rows in (3, 2):
+    steps.warmup({"b": rows})
+receipt.finish()
+print(receipt.packages, receipt.traced, receipt.misses)
+"""
+
+
+@pytest.mark.long
+def test_a_function_with_free_variables_goes_on_after_a_break(tmp_path: Path) -> None:
+    """Nothing is traced, whichever bucket comes first; torch 2.11 and 2.13 differ."""
+    (tmp_path / "steps.py").write_text(CLOSURE)
+    path = tmp_path / "compilekit.toml"
+    path.write_text(f"{CONFIG}{MORE}".replace("{warmup}", "steps:warmup"))
+    artifact = build(
+        configuration.load(path), tmp_path / "artifact", verify=False
+    ).artifact
+    assert artifact is not None
+    done = subprocess.run(
+        [sys.executable, "-c", SERVED],
+        cwd=tmp_path,
+        env={
+            "PATH": "",
+            "HOME": str(tmp_path),
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": f"{ROOT}:{tmp_path}",
+            "COMPILEKIT_ARTIFACT": str(artifact),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "['steps:warmup.<locals>.step'] [] ()"
+
+
 @pytest.mark.slow
 def test_a_script_starts_warm_from_its_artifact(tmp_path: Path) -> None:
     """Built as a warm-up, then run as a program, elsewhere and without a compiler."""
