@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch._inductor.runtime import triton_compat
 from torch._inductor.runtime.runtime_utils import triton_hash_to_path_key
-from torch._inductor.runtime.triton_compat import triton_key
 
 from compilekit._torch.caches.keys import Component, Key
 
@@ -26,9 +26,7 @@ def assembler(architecture: int) -> str:
 
     Source: triton/backends/nvidia/compiler.py, get_ptxas_version (3.6).
     """
-    from triton.backends.nvidia import compiler
-
-    return str(compiler.get_ptxas_version(architecture))
+    return str(_nvidia().get_ptxas_version(architecture))
 
 
 def assume_assembler(patches: contextlib.ExitStack, version: str) -> None:
@@ -37,11 +35,14 @@ def assume_assembler(patches: contextlib.ExitStack, version: str) -> None:
     Args:
         version: That of the build, whose machine code there is.
     """
-    from triton.backends.nvidia import compiler
-
     patches.enter_context(
-        mock.patch.object(compiler, "get_ptxas_version", return_value=version)
+        mock.patch.object(_nvidia(), "get_ptxas_version", return_value=version)
     )
+
+
+def _nvidia() -> Any:
+    """Triton's compiler for NVIDIA GPUs; torch's CUDA wheel brings Triton along."""
+    return triton_compat.triton.backends.nvidia.compiler
 
 
 def watch(
@@ -57,8 +58,7 @@ def watch(
     Source: triton/runtime/cache.py, get_cache_key, which triton/compiler/compiler.py
     calls before it looks for a kernel (3.6); a kernel's folder is named by the key.
     """
-    from triton.compiler import compiler
-
+    compiler: Any = triton_compat.triton.compiler.compiler
     get_cache_key = compiler.get_cache_key
 
     def made(src: Any, backend: Any, options: Any, env_vars: Any) -> Any:
@@ -83,7 +83,7 @@ def _components(
         **{name: getattr(src, name, "") for name in ("name", "signature", "attrs")},
         "constants": getattr(src, "constants", ""),
         "assembler": backend.hash(),
-        "triton": hashlib.sha256(triton_key().encode()).hexdigest(),
+        "triton": hashlib.sha256(triton_compat.triton_key().encode()).hexdigest(),
     }
     found = {name: Component("", str(value)) for name, value in parts.items()}
     # A library counts by its contents, wherever it lies.
