@@ -101,8 +101,8 @@ def test_a_decode_step_calls_no_library(
         "join_attention": 2,
     }
     code = host_code(artifact, "decode", bucket)
-    # Rotary angles are an outer product, once for all layers.
-    assert len(re.findall(r"extern_kernels\.\w+\(", code)) == 1
+    # Rotary angles are an outer product, once for all layers; 2.13 fuses it.
+    assert len(re.findall(r"extern_kernels\.\w+\(", code)) <= 1
     assert "torch.ops.aten" not in code
 
 
@@ -110,7 +110,7 @@ def test_a_decode_step_calls_no_library(
 def test_the_cache_is_read_where_it_lies(artifact: Artifact, bucket: str) -> None:
     """A window of a larger cache isn't copied: kernels get the graph's own inputs."""
     calls = re.findall(
-        r"(?:write_token|split_attention)_\d+\(\((.*)\), stream0",
+        r"(?:write_token|split_attention)_\d+\(\((.*)\), \w*stream0",
         host_code(artifact, "decode", bucket),
     )
     assert len(calls) == 4
