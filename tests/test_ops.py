@@ -26,7 +26,6 @@ X = torch.ones(2)
         ("call_function", torch.ops.aten.add.out, {}),
         ("call_function", torch.ops.higher_order.cond, {}),
     ],
-    ids=str,
 )
 def test_writers(kind: str, target: object, kwargs: dict[str, object]) -> None:
     """In-place methods, operators, ``out=``, mutable schemas, whole subgraphs."""
@@ -46,7 +45,6 @@ def test_writers(kind: str, target: object, kwargs: dict[str, object]) -> None:
         ("call_function", torch.nn.functional.silu),
         ("call_function", torch.ops.aten.add.Tensor),
     ],
-    ids=str,
 )
 def test_readers(kind: str, target: object) -> None:
     """What lies between a layer's projections writes nothing."""
