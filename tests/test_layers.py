@@ -128,10 +128,6 @@ def shown(path: Path) -> str:
 def test_imports_stay_within_the_layers(path: Path) -> None:
     """A module imports its own layer, those below, and its layer's packages only."""
     mine = layer(path)
-    allowed = set(PACKAGES[mine])
-    if path.parts[-3:-1] == ("_torch", "caches"):
-        # A start from caches runs torch's compiler, which brings Triton for a GPU.
-        allowed.add("triton")
     wrong = []
     for name, line in imports(path):
         top = name.partition(".")[0]
@@ -140,7 +136,7 @@ def test_imports_stay_within_the_layers(path: Path) -> None:
             target = module_path(name)
             if target is not None and layer(target) not in BELOW[mine]:
                 wrong.append(f"line {line}: {name} is of the {layer(target)} layer")
-        elif top not in sys.stdlib_module_names and top not in allowed:
+        elif top not in sys.stdlib_module_names and top not in PACKAGES[mine]:
             wrong.append(f"line {line}: {name}")
     assert wrong == []
 
