@@ -879,6 +879,7 @@ def test_bench_shows_medians_by_row_and_by_bucket(
             import_code_ms=500.0,
             model_ms=200.0,
             attach_ms=10.0,
+            attach_phases_ms={"bind": 2 * first_ms},
             ready_ms=10.0 + first_ms,
             overhead_ms=9.0 + first_ms,
             buckets=(bucket,),
@@ -922,5 +923,6 @@ def test_bench_shows_medians_by_row_and_by_bucket(
         in lines
     )
     assert "cost\tcompilekit\t600000000\t4096\t4.500000\t0\t3e-07" in lines
+    assert "part\tcompilekit\tbind\t8.0" in lines
     assert "bucket\tforward\tb1_s32\tprogram\t4.0\t1.0\t3e-07" in lines
     assert "failure\tmega\tno g++" in lines

@@ -158,6 +158,7 @@ def compiled(
     # Imports Dynamo and Inductor, which collecting the tests needn't.
     from compilekit.compiler.compile import compile_bucket
     from compilekit.compiler.cuts import check_cuts
+    from compilekit.compiler.tuning import Tuning
 
     rule = configuration.InputConfig(("b", 8), "float32", pad=pad)
     cut = {outputs.partition("@")[0]: configuration.OutputConfig({0: "b"})}
@@ -177,7 +178,7 @@ def compiled(
     programs: list[Program] = []
     for bucket in plan.buckets(config, "forward"):
         made = compile_bucket(
-            model, config, entry, bucket, target, lambda *stage: None, {}
+            model, config, entry, bucket, target, lambda *stage: None, Tuning()
         )
         check_cuts(model, config, entry, made.program, programs)
         programs.append(made.program)
