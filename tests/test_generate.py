@@ -13,6 +13,7 @@ import torch
 
 import compilekit
 from compilekit import config as configuration
+from compilekit.artifact import open_artifact
 from compilekit.compiler.build import build
 from compilekit.compiler.models import build_real
 from compilekit.compiler.verify import verify
@@ -97,6 +98,23 @@ def test_twenty_prompts(artifact: Path, model: Any, eager: Any) -> None:
     assert receipt.compiles == 0
     assert not receipt.uncovered
     receipt.finish()
+
+
+def test_rotary_tables_are_computed_once(artifact: Path) -> None:
+    """Not in each layer again, where Inductor would compute at each use."""
+    opened = open_artifact(artifact).parse_all()
+    assert opened.programs
+    for (target, entry, bucket), program in opened.programs.items():
+        code = artifact / "programs" / target / entry / bucket / "call.py"
+        lines = code.read_text().splitlines()
+        launched = [
+            line
+            for name, kernel in program.kernels.items()
+            if "cos(" in (artifact / "sources" / f"{kernel.source}.cpp").read_text()
+            for line in lines
+            if line.strip().startswith(f"{name}(")
+        ]
+        assert len(launched) == 1, (entry, bucket, launched)
 
 
 def test_end_of_sequence(artifact: Path, model: Any, eager: Any) -> None:

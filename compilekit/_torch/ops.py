@@ -1,10 +1,11 @@
-"""Private torch.library names: where an operator comes from, and what it writes."""
+"""Private names about operators: where one comes from, what it writes, is it stored."""
 
 from __future__ import annotations
 
 import operator
 
 import torch
+from torch._inductor.inductor_prims import force_stride_order
 from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -45,3 +46,21 @@ def may_write(node: torch.fx.Node) -> bool:
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     in_place = name.endswith("_") or name.strip("_") in _WRITING
     return in_place or "out" in node.kwargs
+
+
+def compute_once(graph: torch.fx.GraphModule, node: torch.fx.Node) -> None:
+    """Have Inductor store a node's value, where it would compute it at each use.
+
+    An operator that asks for a layout makes it store its input; the layout here is the
+    value's own, so nothing else comes of it.
+
+    Source: torch/_inductor/inductor_prims.py, force_stride_order; its lowering in
+    torch/_inductor/lowering.py (2.11, 2.13).
+    """
+    example = node.meta["example_value"]
+    with graph.graph.inserting_after(node):
+        stored = graph.graph.call_function(
+            force_stride_order, (node, list(example.stride()))
+        )
+    stored.meta = dict(node.meta)
+    node.replace_all_uses_with(stored, lambda user: user is not stored)

@@ -138,6 +138,10 @@ def compile_bucket(
 
     began = time.perf_counter()
     dynamo.normalise_annotations(captured.graph, captured.example_inputs)
+    if entry.role:
+        from compilekit.compiler import generate
+
+        generate.store_tables(captured.graph)
     if call.own_kernels:
         from compilekit.compiler import decode_kernels
 

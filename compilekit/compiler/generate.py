@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import GraphModule, Node
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -37,6 +38,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from compilekit._torch.fake import FakeTensorMode, fake_mode_of
+from compilekit._torch.ops import compute_once
 from compilekit.config import Config, EntryConfig, InputConfig
 from compilekit.errors import UnsupportedByProgramError
 from compilekit.plan import Bucket
@@ -44,6 +46,8 @@ from compilekit.runtime.generate import CACHE_NAMES
 from compilekit.runtime.result import class_name
 
 ATTENTION = "compilekit_grouped"
+
+_TABLES = (torch.cos, torch.sin, "cos", "sin")
 
 Attention = Callable[..., tuple[torch.Tensor, None]]
 """One of transformers' attention functions."""
@@ -282,6 +286,30 @@ def grouped(model: torch.nn.Module, attention: Attention) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation("sdpa")  # type: ignore[operator]
+
+
+def store_tables(graph: GraphModule) -> None:
+    """Compute a captured step's cosines and sines once, not in each layer again.
+
+    Inductor computes at each use what is cheap to compute. The tables of rotary
+    embeddings are shared by all heads of all layers.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target not in _TABLES:
+            continue
+        while len(node.users) == 1 and _is_as_large(
+            only := next(iter(node.users)), node
+        ):
+            node = only
+        if len(node.users) > 1:
+            compute_once(graph, node)
+    graph.recompile()
+
+
+def _is_as_large(one: Node, other: Node) -> bool:
+    tensors = [node.meta.get("example_value") for node in (one, other)]
+    sizes = {x.numel() if isinstance(x, torch.Tensor) else -1 for x in tensors}
+    return len(sizes) == 1 and -1 not in sizes
 
 
 def describe(model: torch.nn.Module) -> CausalModel:
