@@ -68,6 +68,19 @@ def test_its_containers_fit_together(pod: dict[str, Any]) -> None:
         assert writable
 
 
+def test_its_key_is_mounted_alone(pod: dict[str, Any]) -> None:
+    """kubelet makes a configMap's folder writable by everybody, which no key may be in.
+
+    Source: kubernetes/kubernetes#133641.
+    """
+    shared = {volume["name"] for volume in pod["volumes"] if "configMap" in volume}
+    for container in containers(pod):
+        [mount] = [m for m in container["volumeMounts"] if m["name"] in shared]
+        named = {one["name"]: one["value"] for one in container["env"]}
+        assert mount["mountPath"] == named["COMPILEKIT_REQUIRE_SIGNATURE"]
+        assert mount["subPath"] == Path(mount["mountPath"]).name
+
+
 def test_its_commands_exist(
     pod: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,8 @@
 The image's own artifact is signed and pushed to Debian's `docker-registry` on loopback,
 which stands for the registry that DEPLOYMENT names. Then its init container and its
 server run as a node runs them: the pod's user, group and no capability, a read-only root,
-emptyDir volumes of their size and open to everybody, the key behind the symbolic links of
-a configMap, the environment of the manifest and nothing else. The server must become
+emptyDir volumes of their size and open to everybody, as the folder of a configMap with its
+symbolic links is, the environment of the manifest and nothing else. The server must become
 ready and answer; with a higher serial demanded, the init container must refuse. Needs
 root and a mount namespace of its own.
 """
@@ -71,6 +71,7 @@ def volumes(pod: Pod) -> list[str]:
             (place / "..1" / "release.pub").write_bytes(pod.key.read_bytes())
             (place / "..data").symlink_to("..1")
             (place / "release.pub").symlink_to("..data/release.pub")
+            place.chmod(0o777)
     return lines
 
 
@@ -85,7 +86,8 @@ def container(pod: Pod, about: dict[str, Any], *, log: Path) -> str:
     ]
     for mount in about["volumeMounts"]:
         place = shlex.quote(f"{pod.stage.root}{mount['mountPath']}")
-        lines.append(f"mount --bind {pod.folder / mount['name']} {place}")
+        source = pod.folder / mount["name"] / mount.get("subPath", "")
+        lines.append(f"mount --bind {shlex.quote(str(source))} {place}")
         if mount.get("readOnly"):
             lines.append(f"mount -o remount,bind,ro {place}")
     words = [*about["command"], *about.get("args", ())]
@@ -162,9 +164,13 @@ def main(folder: Path, deployment: Path) -> int:
     stage = run.Stage(**{**described, "root": Path(described["root"])})
     manifest = yaml.safe_load(deployment.read_text(encoding="utf-8"))
     spec = manifest["spec"]["template"]["spec"]
-    paths = {m["mountPath"] for c in spec["containers"] for m in c["volumeMounts"]}
-    for path in paths:
-        run.inside(stage.root, path).mkdir(exist_ok=True)
+    for mount in (m for c in spec["containers"] for m in c["volumeMounts"]):
+        place = run.inside(stage.root, mount["mountPath"])
+        if "subPath" in mount:
+            place.parent.mkdir(exist_ok=True)
+            place.touch()
+        else:
+            place.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="compilekit-deploy-") as name:
         scratch = Path(name)
         scratch.chmod(0o755)
