@@ -36,7 +36,7 @@ from compilekit.errors import (
 )
 from compilekit.runtime import kernelfile, program
 from compilekit.runtime.requirements import open_required
-from compilekit.trust import policy, signature
+from compilekit.trust import places, policy, signature
 from compilekit.trust.places import why_writable
 from compilekit.trust.policy import Trust, open_trusted
 
@@ -266,6 +266,40 @@ def test_a_key_that_others_can_write(signed: Artifact, keys: tuple[Path, Path]) 
     os.chmod(keys[1].parent, 0o775)
     with pytest.raises(SignatureError, match="may be written by group"):
         open_trusted(signed.root, Trust(key_file=str(keys[1])))
+
+
+@pytest.mark.parametrize("chain", [["../key.pub"], ["middle", "../key.pub"]])
+def test_a_link_to_a_key_that_others_can_turn(
+    chain: list[str], signed: Artifact, tmp_path: Path
+) -> None:
+    """Neither a link in a folder that others can write nor one that they made will do,
+    however good the key is that it leads to now."""
+    _, public = make_keys(tmp_path, "good")
+    public.rename(tmp_path / "key.pub")
+    folder = tmp_path / "links"
+    folder.mkdir()
+    links = [folder / "release.pub", folder / "middle"]
+    for place, target in zip(links, chain, strict=False):
+        place.symlink_to(target)
+    signature.load_keys(links[0])
+    folder.chmod(0o777)
+    with pytest.raises(SignatureError, match=f"{folder} may be written by anyone"):
+        signature.load_keys(links[0])
+    folder.chmod(0o1777)
+    signature.load_keys(links[0])
+    if os.geteuid() == 0:
+        last = links[len(chain) - 1]
+        os.lchown(last, 54321, 54321)
+        with pytest.raises(SignatureError, match=f"{last} belongs to user 54321"):
+            signature.load_keys(links[0])
+
+
+def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    """It ends, with the system's own reason."""
+    (tmp_path / "k").symlink_to("k")
+    with pytest.raises(ResourceError, match="symbolic links"):
+        signature.load_keys(tmp_path / "k")
+    assert "symbolic links" in places.why_replaceable(tmp_path / "k")
 
 
 def test_without_the_package(

@@ -10,6 +10,9 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+# As many as Linux follows.
+_MAX_LINKS = 40
+
 
 def why_writable(path: Path) -> str:
     """Why somebody else than root and this user could change what lies at a path.
@@ -35,17 +38,43 @@ def why_any_writable(root: Path, paths: Iterable[str]) -> str:
     return next(filter(None, map(_why, files)), "")
 
 
-def _why(place: Path) -> str:
+def why_replaceable(path: Path) -> str:
+    """The same for a path with links, each of which somebody could point elsewhere.
+
+    A link counts as what it leads to does, and so does the folder that it lies in.
+    """
+    place = Path("/")
+    left = list(Path(os.getcwd(), path).parts[1:])
+    links = 0
+    while left:
+        part = left.pop(0)
+        place = place.parent if part == os.pardir else place / part
+        reason = _why(place, link=True)
+        if reason:
+            return reason
+        if place.is_symlink():
+            links += 1
+            if links > _MAX_LINKS:
+                return f"{path} has too many symbolic links"
+            left = [*Path(os.readlink(place)).parts, *left]
+            place = place.parent
+    return _why(Path("/"))
+
+
+def _why(place: Path, *, link: bool = False) -> str:
     try:
         status = os.lstat(place)
     except OSError as exc:
         return f"{place} can't be looked at: {exc.strerror}"
     mode = status.st_mode
-    if stat.S_ISLNK(mode):
+    if stat.S_ISLNK(mode) and not link:
         return f"{place} is a symbolic link"
     if status.st_uid not in (0, os.geteuid()):
         return f"{place} belongs to user {status.st_uid}"
-    # In a sticky folder (/tmp) nobody can rename or remove what belongs to another.
+    # A link has no mode of its own. In a sticky folder (/tmp) nobody can rename or remove
+    # what belongs to another.
+    if stat.S_ISLNK(mode):
+        return ""
     if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
         whom = "anyone" if mode & 0o002 else f"group {status.st_gid}"
         return f"{place} may be written by {whom} (mode {stat.S_IMODE(mode):04o})"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compilekit.artifact import Artifact, canonical, schema, store, write
 from compilekit.errors import ManifestError, ResourceError, SignatureError
-from compilekit.trust.places import why_writable
+from compilekit.trust.places import why_replaceable
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -177,13 +177,14 @@ def load_keys(file: str | os.PathLike[str]) -> tuple[PublicKey, ...]:
         SignatureError: No such key in it, or somebody else could write the file.
         ResourceError: It can't be read.
     """
-    path = Path(os.path.realpath(file))
+    path = Path(file)
     _read_key(path)
-    reason = why_writable(path)
+    reason = why_replaceable(path)
     if reason:
         raise SignatureError(
             f"key {path} can't be trusted: {reason}, who could put another key there",
-            hint="Keep it where only root or this user can write.",
+            hint="Keep it where only root or this user can write; of a configMap mount"
+            " the file alone (subPath), for its folder is open to everybody.",
             path=str(path),
         )
     serialization, ed25519, unsupported = _cryptography()
