@@ -404,11 +404,11 @@ def test_a_serial_alone_demands_nothing(
 
 
 def test_a_plain_start_imports_nothing_of_it() -> None:
-    """Without a demand neither `compilekit.trust` nor cryptography is imported."""
+    """Without a demand neither policy nor signatures nor cryptography are imported."""
     code = (
         "import sys, compilekit.runtime.attach as a; a.open_required(sys.argv[1]);"
-        "print([m for m in sys.modules if 'trust' in m.split('.')"
-        " or m.startswith('cryptography')])"
+        "print([m for m in sys.modules if m.startswith('cryptography')"
+        " or m in ('compilekit.trust.policy', 'compilekit.trust.signature')])"
     )
     words = [sys.executable, "-c", code, str(golden.ARTIFACT)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("COMPILEKIT_")}
@@ -519,6 +519,21 @@ def test_kernels_come_from_memory_where_others_can_write(
     assert program._load(opened, digest)() == answer
     assert str(artifact.root) not in mapped()
     assert f"memfd:{digest}"[:60] in mapped()
+
+
+def test_without_a_demand_too(
+    make_native: Callable[[int], tuple[Artifact, str]],
+) -> None:
+    """Nothing lies between the hash of a kernel and its use, whatever is demanded."""
+    artifact, digest = make_native(27)
+    for given in (artifact.root, open_artifact(artifact.root)):
+        assert not open_required(given).from_memory
+    os.chmod(artifact.root / "kernels", 0o777)
+    for given in (artifact.root, open_artifact(artifact.root)):
+        opened = open_required(given)
+        assert opened.from_memory
+    assert program._load(opened, digest)() == 27
+    assert str(artifact.root) not in mapped()
 
 
 def test_kernels_that_others_own_come_from_memory(

@@ -12,12 +12,15 @@ from pathlib import Path
 from compilekit.artifact import Artifact, open_artifact
 from compilekit.errors import ConfigError, PolicyError
 from compilekit.runtime.check import installed
+from compilekit.trust.places import keep_from_others
 
 REQUIREMENTS = ("program", "cache", "verified")
 
 
 def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifact:
     """Open what the caller, or else COMPILEKIT_ARTIFACT, names.
+
+    Kernels that somebody else could change after this are loaded from memory.
 
     Raises:
         ConfigError: neither names one.
@@ -33,13 +36,16 @@ def open_required(artifact: Artifact | str | os.PathLike[str] | None) -> Artifac
         )
     if not isinstance(artifact, Artifact):
         artifact = _found(artifact)
-    if any(os.environ.get(name) for name in _TRUST):
+    if is_demanding():
         from compilekit.trust.policy import from_environment, open_trusted
 
         # What was opened before wasn't opened under these demands: do it again.
         path = artifact.root if isinstance(artifact, Artifact) else artifact
         return open_trusted(path, from_environment())
-    return artifact if isinstance(artifact, Artifact) else open_artifact(artifact)
+    if not isinstance(artifact, Artifact):
+        artifact = open_artifact(artifact)
+    keep_from_others(artifact)
+    return artifact
 
 
 def _found(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -65,6 +71,11 @@ _TRUST = (
     "COMPILEKIT_REQUIRE_SIGNATURE",
     "COMPILEKIT_MIN_SERIAL",
 )
+
+
+def is_demanding() -> bool:
+    """True if a start holds the artifact's origin to anything."""
+    return any(os.environ.get(name) for name in _TRUST)
 
 
 def requirements(require: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -9,6 +9,10 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compilekit.artifact import Artifact
 
 # As many as Linux follows.
 _MAX_LINKS = 40
@@ -36,6 +40,12 @@ def why_any_writable(root: Path, paths: Iterable[str]) -> str:
         if reason := why_writable(folder):
             return reason
     return next(filter(None, map(_why, files)), "")
+
+
+def keep_from_others(artifact: Artifact) -> None:
+    """Have kernels that somebody else could change loaded from verified bytes."""
+    kernels = [name for name in artifact.manifest.files if name.startswith("kernels/")]
+    artifact.from_memory = bool(why_any_writable(artifact.root, kernels))
 
 
 def why_replaceable(path: Path) -> str:

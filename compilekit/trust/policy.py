@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from compilekit.artifact import Artifact, store
 from compilekit.errors import ArtifactError, ConfigError
-from compilekit.trust.places import why_any_writable
+from compilekit.trust.places import keep_from_others
 
 
 class Trust(NamedTuple):
@@ -75,8 +75,7 @@ def open_trusted(path: str | os.PathLike[str], trust: Trust) -> Artifact:
         demand(digest, record, str(root))
 
     artifact = store.open_approved(path, approve)
-    kernels = [name for name in artifact.manifest.files if name.startswith("kernels/")]
-    artifact.from_memory = bool(why_any_writable(artifact.root, kernels))
+    keep_from_others(artifact)
     return artifact
 
 
