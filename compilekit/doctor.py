@@ -12,19 +12,23 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import platform
 import pwd
 import shutil
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 from compilekit import targets
+from compilekit._version import __version__
 from compilekit.errors import ResourceError
 
+PACKAGES = ("triton", "transformers", "safetensors", "cryptography", "oras")
 PYTHONS = ((3, 11), (3, 12))
 TORCHES = ((2, 11), (2, 12), (2, 13))
 
@@ -59,8 +63,11 @@ def examine(*, jit: bool = False, cuda: bool = False) -> Iterator[Finding]:
         jit: Uncovered calls are compiled here: what that needs is no longer optional.
         cuda: An NVIDIA device is needed.
     """
+    yield Finding("compilekit", "ok", __version__)
+    yield _system()
     yield _python()
     yield _torch()
+    yield _packages()
     yield _user()
     yield _home()
     yield from _temporary(jit)
@@ -74,6 +81,25 @@ def examine(*, jit: bool = False, cuda: bool = False) -> Iterator[Finding]:
 
 
 # --- Software ----------------------------------------------------------------------
+
+
+def _system() -> Finding:
+    """Kernel, C library and distribution."""
+    try:
+        name = platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        name = ""
+    parts = (f"{platform.system()} {platform.release()}", *platform.libc_ver(), name)
+    return Finding("system", "ok", " ".join(filter(None, parts)))
+
+
+def _packages() -> Finding:
+    """Versions of what a start, a build or a fall-back may use besides torch."""
+    found = []
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return Finding("packages", "ok", ", ".join(found) or "none that is optional")
 
 
 def _python() -> Finding:
@@ -250,7 +276,10 @@ def _memory_file() -> Finding:
 
 
 def _isa() -> Finding:
-    flags = targets.cpu_flags()
+    try:
+        flags = targets.cpu_flags()
+    except ResourceError as error:
+        return Finding("isa", "failure", error.message, error.hint)
     fitting = [
         name
         for name in targets.list_targets()
@@ -258,10 +287,11 @@ def _isa() -> Finding:
         and target.machine == targets.machine()
         and not targets.missing_features(target, flags)
     ]
+    here = " ".join(filter(None, (targets.machine(), targets.cpu_name())))
     if fitting:
-        return Finding("isa", "ok", f"{targets.machine()}: {', '.join(fitting)}")
+        return Finding("isa", "ok", f"{here}: {', '.join(fitting)}")
     fix = "Run on a CPU with AVX2; no target that is shipped fits this one."
-    return Finding("isa", "failure", targets.machine(), fix)
+    return Finding("isa", "failure", here, fix)
 
 
 def _threads() -> Finding:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import platform
 import pwd
 import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import golden
 import pytest
 
-from compilekit import doctor
+from compilekit import doctor, targets
+from compilekit._version import __version__
+from compilekit.artifact import Artifact
+from compilekit.artifact.cache import Cache
 from compilekit.cli import run
 from compilekit.doctor import Finding, examine
 
@@ -43,6 +48,35 @@ def test_every_line_has_a_verdict_and_a_fix() -> None:
         assert item.verdict in ("ok", "warning", "failure")
         assert bool(item.fix) == (item.verdict != "ok"), item
         assert item.found
+
+
+def test_what_a_bug_report_needs() -> None:
+    """Versions of compilekit, system, C library and packages; the CPU's name."""
+    assert finding("compilekit").found == __version__
+    assert platform.release() in finding("system").found
+    assert platform.libc_ver()[1] in finding("system").found
+    assert f"safetensors {version('safetensors')}" in finding("packages").found
+    assert targets.cpu_name() in finding("isa").found
+
+
+def test_a_system_that_says_little(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No os-release, no optional package, no /proc: lines, and no end of the look."""
+
+    def missing(*_: object) -> str:
+        raise PackageNotFoundError
+
+    def unnamed() -> dict[str, str]:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(platform, "freedesktop_os_release", unnamed)
+    monkeypatch.setattr(doctor, "version", missing)
+    monkeypatch.setattr(targets, "_CPUINFO", tmp_path / "cpuinfo")
+    assert finding("system").verdict == "ok"
+    assert finding("packages").found == "none that is optional"
+    assert finding("isa").verdict == "failure"
+    assert "cpuinfo" in finding("isa").found
 
 
 def test_unknown_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +353,98 @@ def test_noexec_artifact(
     monkeypatch.setattr(doctor, "_memory_file", lambda: lacking)
     code, found = findings(capsys, str(artifact.root))
     assert (code, found["kernels"]["verdict"]) == (13, "failure")
+
+
+def test_what_a_start_requires(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """COMPILEKIT_REQUIRE is held as a start holds it, with its exit code."""
+    artifact = golden.write(tmp_path / "artifact")
+    monkeypatch.setattr("compilekit.runtime.check.check", lambda _: ())
+    monkeypatch.setattr("compilekit.runtime.check.choose_target", lambda _: "t")
+    assert "required" not in findings(capsys, str(artifact.root))[1]
+    monkeypatch.setenv("COMPILEKIT_REQUIRE", "program")
+    assert findings(capsys, str(artifact.root))[1]["required"]["found"] == "program"
+    for required, code in (("program,verified", 9), ("cache", 9), ("everything", 2)):
+        monkeypatch.setenv("COMPILEKIT_REQUIRE", required)
+        exit_code, found = findings(capsys, str(artifact.root))
+        assert (exit_code, found["required"]["verdict"]) == (code, "failure")
+
+
+def test_a_hub_repository(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The artifact in it that a start would take is looked at; `check` does so too."""
+    place = tmp_path / "hub" / "torch2.13" / golden.TARGET
+    golden.write(place)
+    monkeypatch.setattr("compilekit.runtime.check.check", lambda _: ())
+    known = "compilekit.runtime.requirements.installed"
+    monkeypatch.setattr(known, lambda _: "2.13.0")
+    level = targets.load_target(golden.TARGET).features
+    monkeypatch.setattr(targets, "cpu_flags", lambda: frozenset(level))
+    monkeypatch.setattr(targets, "machine", lambda: "x86_64")
+    code, found = findings(capsys, str(tmp_path / "hub"))
+    assert (code, found["artifact"]["verdict"]) == (0, "ok")
+    assert str(place) in found["artifact"]["found"]
+    assert run(["check", str(tmp_path / "hub")]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(known, lambda _: "2.12.0")
+    code, found = findings(capsys, str(tmp_path / "hub"))
+    assert (code, found["artifact"]["verdict"]) == (6, "failure")
+    assert run(["check", str(tmp_path / "hub")]) == 6
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Artifact:
+    """An artifact with caches, on a machine that they fit."""
+    from compilekit.runtime import restore
+
+    parts = golden.parts()._replace(routes=("program", "cache"))
+    files = golden.files()
+    cache = Cache(golden.TARGET, {}, (), {}, (), (), {}, {}, 8)
+    monkeypatch.setattr("compilekit.runtime.check.check", lambda _: ())
+    monkeypatch.setattr(restore, "mismatches_here", lambda _, *, needed: ())
+    monkeypatch.setattr(restore, "read_cache", lambda _: (golden.TARGET, cache))
+    return golden.write_artifact(tmp_path / "artifact", parts, files)
+
+
+def test_the_place_of_caches(
+    cached: Artifact,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It must be private and on a disk that may hold code; a look leaves nothing."""
+    work = tmp_path / "new" / "work"
+    monkeypatch.setenv("COMPILEKIT_WORK_DIR", str(work))
+    code, found = findings(capsys, str(cached.root))
+    assert (code, found["work directory"]["verdict"]) == (0, "ok")
+    assert str(work) in found["work directory"]["found"]
+    assert not work.parent.exists()
+    work.mkdir(parents=True)
+    work.chmod(0o777)
+    code, found = findings(capsys, str(cached.root))
+    assert (code, found["work directory"]["verdict"]) == (13, "failure")
+    assert work.is_dir()
+
+
+def test_a_place_of_caches_that_others_could_replace(
+    cached: Artifact,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Under a demand what was verified must stay where it was put."""
+    monkeypatch.setenv("COMPILEKIT_WORK_DIR", str(tmp_path / "open" / "work"))
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert findings(capsys, str(cached.root))[1]["work directory"]["verdict"] == "ok"
+    monkeypatch.setenv("COMPILEKIT_EXPECT_DIGEST", cached.digest)
+    code, found = findings(capsys, str(cached.root))
+    assert (code, found["work directory"]["verdict"]) == (13, "failure")
+    assert "may be written by anyone" in found["work directory"]["found"]
+    (tmp_path / "open").chmod(0o1777)
+    assert findings(capsys, str(cached.root))[0] == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")

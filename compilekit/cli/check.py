@@ -20,10 +20,10 @@ def check(artifact: Path) -> Report:
 
     All mismatches are reported at once. Exit code 6 if one of them forbids the start.
     """
-    from compilekit.artifact import open_artifact
     from compilekit.runtime.check import check as find_mismatches
+    from compilekit.runtime.requirements import open_required
 
-    opened = open_artifact(artifact).parse_all()
+    opened = open_required(artifact).parse_all()
     mismatches = find_mismatches(opened)
     if "cache" in opened.manifest.routes and not refusals(mismatches):
         from compilekit.runtime.restore import mismatches_here

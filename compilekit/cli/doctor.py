@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ import click
 
 from compilekit.cli.options import PATH, Command
 from compilekit.console import Facts, Mark, Report, Table, Tone
-from compilekit.errors import CompilekitError, MismatchError
+from compilekit.errors import CompilekitError, Mismatch, MismatchError
 
 if TYPE_CHECKING:
     from compilekit.artifact import Artifact
@@ -70,11 +71,12 @@ def doctor(artifact: Path | None) -> Report:
 def _open(place: Path | str, found: list[Finding]) -> Artifact | None:
     """The artifact as a start would open it; what refuses it becomes a finding."""
     from compilekit.doctor import Finding
-    from compilekit.trust.policy import from_environment, open_trusted
+    from compilekit.runtime.requirements import open_required
+    from compilekit.trust.policy import from_environment
 
     try:
         trust = from_environment()
-        opened = open_trusted(place, trust).parse_all()
+        opened = open_required(place).parse_all()
     except CompilekitError as error:
         found.append(
             Finding("artifact", "failure", error.message, error.hint, error.exit_code)
@@ -111,11 +113,64 @@ def _artifact(artifact: Artifact, before: list[Finding]) -> Iterator[Finding]:
         return
     from compilekit.runtime.check import check
 
-    for mismatch in check(artifact):
+    mismatches = check(artifact)
+    yield from map(_mismatch, mismatches)
+    if any(one.verdict == "refuse" for one in mismatches):
+        return
+    yield from _required(artifact)
+    if "cache" in artifact.manifest.routes:
+        yield from _caches(artifact)
+
+
+def _mismatch(mismatch: Mismatch) -> Finding:
+    from compilekit.doctor import Finding
+
+    return Finding(
+        mismatch.factor,
+        "failure" if mismatch.verdict == "refuse" else "warning",
+        f"{mismatch.here}; the artifact has {mismatch.artifact}",
+        f"{mismatch.consequence} {mismatch.hint}",
+        MismatchError.exit_code,
+    )
+
+
+def _required(artifact: Artifact) -> Iterator[Finding]:
+    """What COMPILEKIT_REQUIRE asks of a start."""
+    from compilekit.doctor import Finding
+    from compilekit.runtime import requirements
+    from compilekit.runtime.check import choose_target
+
+    try:
+        required = requirements.requirements(None)
+        target = choose_target(artifact)
+        requirements.check_requirements(required, artifact, target)
+    except CompilekitError as error:
+        yield Finding("required", "failure", error.message, error.hint, error.exit_code)
+        return
+    if required:
+        yield Finding("required", "ok", ", ".join(required))
+
+
+def _caches(artifact: Artifact) -> Iterator[Finding]:
+    """Where a start would put the caches, and what of them doesn't fit."""
+    from compilekit.doctor import Finding
+    from compilekit.runtime import restore, stage
+
+    needed = "cache" in os.environ.get("COMPILEKIT_REQUIRE", "").split(",")
+    place = stage.chosen_directory()
+    made = [one for one in (place, *place.parents) if not os.path.lexists(one)]
+    try:
+        yield from map(_mismatch, restore.mismatches_here(artifact, needed=needed))
+        work = stage.work_directory(None)
+        stage.refuse_full(artifact, restore.read_cache(artifact)[1], work)
+    except CompilekitError as error:
         yield Finding(
-            mismatch.factor,
-            "failure" if mismatch.verdict == "refuse" else "warning",
-            f"{mismatch.here}; the artifact has {mismatch.artifact}",
-            f"{mismatch.consequence} {mismatch.hint}",
-            MismatchError.exit_code,
+            "work directory", "failure", error.message, error.hint, error.exit_code
         )
+    else:
+        yield Finding("work directory", "ok", f"{work}, private and with room")
+    finally:
+        # A look changes nothing.
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()

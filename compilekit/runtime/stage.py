@@ -18,6 +18,8 @@ from pathlib import Path
 from compilekit.artifact import Artifact
 from compilekit.artifact.cache import PLACE, Cache, blob_path
 from compilekit.errors import ResourceError
+from compilekit.runtime.requirements import is_demanding
+from compilekit.trust.places import why_writable
 
 _PLACE = PLACE.encode()
 
@@ -29,11 +31,11 @@ def work_directory(given: str | os.PathLike[str] | None) -> Path:
         given: As passed to `restore`; ``COMPILEKIT_WORK_DIR``, then a folder of this
             user below the temporary directory by default.
     Raises:
-        ResourceError: it can't be made or written, is another user's, or is mounted
-            noexec.
+        ResourceError: it can't be made or written, is another user's, is mounted
+            noexec, or could be replaced by others while the artifact's origin is held
+            to a digest or a signature.
     """
-    default = Path(tempfile.gettempdir()) / f"compilekit-{os.getuid()}"
-    chosen = Path(given or os.environ.get("COMPILEKIT_WORK_DIR") or default)
+    chosen = chosen_directory(given)
     hint = "Pass work_dir=, or set COMPILEKIT_WORK_DIR to a private directory."
     try:
         chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -60,7 +62,19 @@ def work_directory(given: str | os.PathLike[str] | None) -> Path:
             " kernels can't be loaded from it",
             hint=hint,
         )
+    if reason := why_writable(chosen.resolve()) if is_demanding() else "":
+        raise ResourceError(
+            f"work directory {chosen}: {reason}, who could put other code in its place"
+            " after it was verified",
+            hint=hint,
+        )
     return chosen.resolve()
+
+
+def chosen_directory(given: str | os.PathLike[str] | None = None) -> Path:
+    """Where `work_directory` makes or expects one."""
+    default = Path(tempfile.gettempdir()) / f"compilekit-{os.getuid()}"
+    return Path(given or os.environ.get("COMPILEKIT_WORK_DIR") or default)
 
 
 def stage(artifact: Artifact, cache: Cache, work: Path) -> tuple[Path, bool]:
@@ -79,7 +93,7 @@ def stage(artifact: Artifact, cache: Cache, work: Path) -> tuple[Path, bool]:
         write.recover(place)
         if place.is_dir():
             return place, False
-        _refuse_full(artifact, cache, work)
+        refuse_full(artifact, cache, work)
         with write.staging(place) as staging:
             os.chmod(staging, 0o700)
             _write_files(artifact, cache, staging, place)
@@ -98,8 +112,12 @@ def stage(artifact: Artifact, cache: Cache, work: Path) -> tuple[Path, bool]:
     return place, True
 
 
-def _refuse_full(artifact: Artifact, cache: Cache, work: Path) -> None:
-    """Refuse a disk that can't hold the files, before the first is written."""
+def refuse_full(artifact: Artifact, cache: Cache, work: Path) -> None:
+    """Refuse a disk that can't hold the files, before the first is written.
+
+    Raises:
+        ResourceError: with the bytes or inodes that are expected and found.
+    """
     listed = artifact.manifest.files
     blobs = [listed[blob_path(cache.target, digest)] for digest in cache.files.values()]
     blobs += [listed[f"kernels/{d}.so"] for d in set(cache.kernels.values())]

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,6 +152,16 @@ def cpu_flags() -> frozenset[str]:
         if name.strip().lower() in ("flags", "features"):
             cores.append(frozenset(value.split()))
     return frozenset.intersection(*cores) if cores else frozenset()
+
+
+def cpu_name() -> str:
+    """What this machine's CPU calls itself; empty where the kernel doesn't say."""
+    with suppress(OSError):
+        for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return ""
 
 
 def missing_features(target: Target, flags: Collection[str]) -> tuple[str, ...]:

@@ -81,10 +81,10 @@ def _why(place: Path, *, link: bool = False) -> str:
         return f"{place} is a symbolic link"
     if status.st_uid not in (0, os.geteuid()):
         return f"{place} belongs to user {status.st_uid}"
-    # A link has no mode of its own. In a sticky folder (/tmp) nobody can rename or remove
-    # what belongs to another.
+    # A link has no mode of its own.
     if stat.S_ISLNK(mode):
         return ""
+    # In a sticky folder (/tmp) nobody can rename or remove what belongs to another.
     if mode & 0o022 and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
         whom = "anyone" if mode & 0o002 else f"group {status.st_gid}"
         return f"{place} may be written by {whom} (mode {stat.S_IMODE(mode):04o})"
