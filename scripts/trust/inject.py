@@ -1,11 +1,12 @@
 """Damage, kill and starve every step from a build to a start; count what comes of it.
 
-    python scripts/trust/inject.py [--seed N] [--kills 200] [--full 50] [STAGE...]
+    python scripts/trust/inject.py [--seed N] [--kills 200] [--full 90] [STAGE...]
 
 Stages: ``files`` (every file of an artifact damaged in nine ways, and packed), ``kill``
 (kill -9 at random moments of build, pack, pull and load), ``full`` (no space or inodes
-left at random points of build, pack, unpack, pull, sign and load; needs root, to mount a
-tmpfs). All of them by default, on an artifact built here (about 10 s).
+left at random points of build, sign, pack, unpack, prune, merge, push, pull and load;
+needs root, to mount a tmpfs). All of them by default, on an artifact built here (about
+10 s).
 
 What must hold, or the script says what didn't and exits with 1: a start gives the right
 answer or none; a place holds a whole artifact or none; every failure has one of the
@@ -43,10 +44,13 @@ import compilekit  # noqa: E402
 from compilekit.artifact import open_artifact  # noqa: E402
 from compilekit.artifact.archive import unpack  # noqa: E402
 from compilekit.errors import CompilekitError  # noqa: E402
+from compilekit.trust.signature import load_keys, read_record, verify  # noqa: E402
 
 COMPILEKIT = [sys.executable, "-m", "compilekit", "--plain"]
 HUGE = 1 << 40
 STAGES = ("files", "kill", "full")
+KILLED = ("build", "pack", "pull", "load")
+STARVED = ("build", "sign", "pack", "unpack", "prune", "merge", "push", "pull", "load")
 
 
 class Setting(NamedTuple):
@@ -138,8 +142,13 @@ def operations(setting: Setting, place: Path) -> dict[str, list[str]]:
     """Commands that write below a place, each from nothing or onto what is there."""
     out, receipt = place / "out" / "artifact", place / "out" / "receipt.json"
     signed = ["--require-signature", f"{setting.key}.pub", "--min-serial", "3"]
+    again = f"{setting.reference}-again"
     words: dict[str, list[object]] = {
         "build": ["build", setting.folder / "small" / "compilekit.toml", "-o", out],
+        "sign": ["sign", out, "--key", setting.key, "--serial", "3"],
+        "prune": ["prune", setting.artifact, "-o", out],
+        "merge": ["merge", setting.artifact, "-o", out],
+        "push": ["push", setting.artifact, again, "--insecure", "--key", setting.key],
         "pack": ["pack", setting.artifact, "-o", place / "out" / "packed.tar"],
         "unpack": ["unpack", setting.packed, "-o", out, *signed],
         "pull": ["pull", setting.reference, "-o", out, "--insecure", *signed],
@@ -149,11 +158,23 @@ def operations(setting: Setting, place: Path) -> dict[str, list[str]]:
     return {name: [*COMPILEKIT, *map(str, rest)] for name, rest in words.items()}
 
 
+def prepare(setting: Setting, name: str, place: Path) -> None:
+    """Make the folders that an operation writes to, and what it works on there."""
+    (place / "tmp").mkdir()
+    (place / "out").mkdir()
+    if name == "sign":
+        # The signature lies beside the artifact.
+        shutil.copytree(setting.artifact, place / "out" / "artifact")
+
+
 def state(setting: Setting, place: Path) -> tuple[str, str]:
     """What an operation left in its place, and what is wrong with it."""
     out = place / "out"
     found = []
     try:
+        if record := read_record(out / "artifact"):
+            found.append("a whole signature")
+            verify(setting.digest, record, load_keys(f"{setting.key}.pub"), 3)
         if (out / "artifact").exists():
             found.append("a whole artifact")
             digest = open_artifact(out / "artifact").parse_all().digest
@@ -432,10 +453,12 @@ def used(place: Path) -> tuple[int, int]:
     return taken, found.f_files - found.f_ffree
 
 
-def measured(setting: Setting, name: str, place: Path) -> tuple[int, int]:
-    """The most bytes and inodes that an operation takes at one time."""
-    peak = [0, 0]
+def measured(setting: Setting, name: str, place: Path) -> list[tuple[int, int]]:
+    """Bytes and inodes that are taken before an operation, and the most during it."""
     with small_disk(place, "size=4g"):
+        prepare(setting, name, place)
+        before = used(place)
+        peak = list(before)
         process = started(setting, name, place)
         while process.poll() is None:
             peak = [max(*pair) for pair in zip(peak, used(place), strict=True)]
@@ -444,13 +467,11 @@ def measured(setting: Setting, name: str, place: Path) -> tuple[int, int]:
             raise SystemExit(f"{name} fails by itself: {process.communicate()[1]}")
         process.communicate()
         peak = [max(*pair) for pair in zip(peak, used(place), strict=True)]
-    return peak[0], peak[1]
+    return list(zip(before, peak, strict=True))
 
 
 def started(setting: Setting, name: str, place: Path) -> subprocess.Popen[str]:
     """An operation that has everything it writes below a place."""
-    (place / "tmp").mkdir()
-    (place / "out").mkdir()
     environment = {**setting.environment, "TMPDIR": str(place / "tmp")}
     return subprocess.Popen(
         operations(setting, place)[name],
@@ -472,15 +493,18 @@ def starved(
     for name in names:
         tally = Tally()
         place = setting.folder / f"full-{name}"
-        size, inodes = measured(setting, name, place)
-        pages = size // 4096
+        (empty, size), (taken, inodes) = measured(setting, name, place)
+        first, pages = empty // 4096, size // 4096
         for number in range(-(-count // len(names))):
-            # Three inodes are the two folders and the root.
             if number % 3:
-                options = f"size={4096 * draw.randint(1, max(2, pages - 1))}"
+                # Never 0, which a tmpfs takes for no limit.
+                pages_there = draw.randint(max(1, first), max(2, pages - 1))
+                options = f"size={4096 * pages_there}"
             else:
-                options = f"size=4g,nr_inodes={draw.randint(3, max(4, inodes - 1))}"
+                there = draw.randint(taken, max(taken + 1, inodes - 1))
+                options = f"size=4g,nr_inodes={there}"
             with small_disk(place, options):
+                prepare(setting, name, place)
                 process = started(setting, name, place)
                 _, said = process.communicate()
                 what, wrong = state(setting, place)
@@ -497,7 +521,7 @@ def starved(
             tally.note(
                 f"{limit}: exit code {code}, {what}", wrong and f"{options}: {wrong}"
             )
-        need = f"which takes {size >> 10} KiB and {inodes} inodes"
+        need = f"which takes {(size - empty) >> 10} KiB and {inodes - taken} inodes"
         good &= tally.report(f"no space during {name}, {need}")
     return good
 
@@ -509,7 +533,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("stages", nargs="*", choices=[*STAGES, "all"], default="all")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--full", type=int, default=50)
+    parser.add_argument("--full", type=int, default=90)
     parser.add_argument("--damages", type=int, default=len(DAMAGES))
     parser.add_argument("--operations", help="comma-separated, of kill and full")
     given = parser.parse_args(arguments)
@@ -523,11 +547,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             good &= damaged_files(setting, draw, given.damages)
             good &= damaged_archive(setting, draw, 30 * given.damages)
         if "kill" in stages:
-            names = given.operations or "build,pack,pull,load"
+            names = given.operations or ",".join(KILLED)
             draw = random.Random(given.seed)
             good &= killed(setting, draw, given.kills, names.split(","))
         if "full" in stages:
-            names = given.operations or "build,pack,unpack,pull,load"
+            names = given.operations or ",".join(STARVED)
             draw = random.Random(given.seed)
             good &= starved(setting, draw, given.full, names.split(","))
     print("nothing was wrong" if good else "something was wrong")
