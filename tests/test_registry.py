@@ -292,6 +292,33 @@ def test_no_registry(both: Artifact, tmp_path: Path) -> None:
         registry.pull("", tmp_path / "a", insecure=True)
 
 
+def test_each_failed_attempt_is_said(
+    both: Artifact, caplog: pytest.LogCaptureFixture
+) -> None:
+    """oras tries for two minutes, in which nobody would know why nothing happens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ResourceError):
+            registry.push(both, f"{nobody}/m:1", insecure=True)
+    said = [one.getMessage() for one in caplog.records if one.name == remote.__name__]
+    assert len(said) > 1
+    assert all(nobody in one and "refused" in one for one in said)
+
+
+def test_a_registry_that_never_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep an init container for ever."""
+    monkeypatch.setattr(remote, "_TIMEOUT", (5, 0.05))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        reference = f"127.0.0.1:{silent.getsockname()[1]}/m:1"
+        with pytest.raises(ResourceError, match="timed out"):
+            registry.pull(reference, tmp_path / "a", insecure=True)
+
+
 def test_unknown_tag(store: Store, tmp_path: Path) -> None:
     """The registry's answer is in the message."""
     with pytest.raises(ResourceError, match="404"):

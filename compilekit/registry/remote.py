@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -28,6 +29,10 @@ _MAX_MANIFEST = 4 << 20
 # What is lost of a connection that breaks off, at most.
 _CHUNK = 1 << 16
 _PARTIAL = 206
+# Seconds to connect, and without a byte of an answer: oras sets no limit.
+_TIMEOUT = (10, 120)
+
+log = logging.getLogger(__name__)
 
 
 class Remote:
@@ -50,6 +55,8 @@ class Remote:
                 f"{reference}: expected registry/repository:tag: {exc}"
             ) from exc
         self._client.auth.load_configs(self._place)
+        for scheme in ("http://", "https://"):
+            self._client.session.mount(scheme, _adapter())
 
     @contextmanager
     def _talking(self) -> Iterator[None]:
@@ -170,6 +177,23 @@ class Remote:
         if answer.status_code not in (200, 201, 202, _PARTIAL):
             text = " ".join(answer.text[:200].split())
             raise ValueError(f"{answer.status_code} {answer.reason} {text}".strip())
+
+
+def _adapter() -> Any:
+    """Requests that end, and that say so when they fail: oras tries for two minutes."""
+    from requests import RequestException
+    from requests.adapters import HTTPAdapter
+
+    class Adapter(HTTPAdapter):
+        def send(self, request: Any, *args: Any, **options: Any) -> Any:
+            options["timeout"] = options.get("timeout") or _TIMEOUT
+            try:
+                return super().send(request, *args, **options)
+            except RequestException as exc:
+                log.warning("%s %s: %s", request.method, request.url, exc)
+                raise
+
+    return Adapter()
 
 
 def _other(what: str, expected: str, found: str) -> ArtifactError:
