@@ -327,6 +327,15 @@ def test_no_archive(tmp_path: Path, content: bytes) -> None:
     assert str(path) in refused(path, ManifestError).message
 
 
+def test_a_pipe_or_folder_as_file(tmp_path: Path) -> None:
+    """Neither is read: a pipe that nobody writes to would hang an init container."""
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ResourceError, match="expected a plain file"):
+            archive.unpack(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_no_file(tmp_path: Path) -> None:
     """A missing file and a folder are told apart from damage."""
     refused(tmp_path / "missing.tar", ResourceError)

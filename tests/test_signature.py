@@ -294,6 +294,13 @@ def test_a_link_to_a_key_that_others_can_turn(
             signature.load_keys(links[0])
 
 
+def test_a_pipe_as_key(signed: Artifact, tmp_path: Path) -> None:
+    """It doesn't hang the start."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ResourceError, match="expected a plain file"):
+        open_trusted(signed.root, Trust(key_file=str(tmp_path / "pipe")))
+
+
 def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
     """It ends, with the system's own reason."""
     (tmp_path / "k").symlink_to("k")

@@ -215,7 +215,7 @@ class _Bounded:
 def _extract(path: Path, staging: Path, approve: Approve | None) -> dict[str, bytes]:
     """Write the files of an archive into an empty directory; returns the records."""
     try:
-        with open(path, "rb") as stream:
+        with store.open_plain(path) as stream:
             bounded: IO[bytes] = _Bounded(stream)  # type: ignore[assignment]
             with tarfile.open(fileobj=bounded, mode="r:") as archive:
                 return _extract_members(archive, staging, approve)

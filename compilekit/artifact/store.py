@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from compilekit.artifact import canonical, manifest, program, schema
 from compilekit.artifact.manifest import File, Manifest
@@ -364,19 +364,27 @@ def read_beside(path: Path, most: int) -> bytes:
     Raises:
         OSError: It isn't there, no plain file, larger, or can't be read.
     """
-    # Not _FILE_FLAGS: whoever owns the folder may put a link to a record there.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            kind = _kind(status.st_mode)
-            raise OSError(errno.EINVAL, f"expected a plain file, found {kind}", path)
-        data = b"" if status.st_size > most else _read_all(descriptor, status.st_size)
-        if max(status.st_size, len(data)) > most:
+    with open_plain(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        data = b"" if size > most else _read_all(stream.fileno(), size)
+        if max(size, len(data)) > most:
             raise OSError(errno.EFBIG, f"expected at most {most} bytes", path)
         return data
-    finally:
-        os.close(descriptor)
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a file that lies outside any artifact; a pipe must not hang a start.
+
+    Raises:
+        OSError: It isn't there, is no plain file, or can't be read.
+    """
+    # Not _FILE_FLAGS: whoever owns the folder may put a link there.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, f"expected a plain file, found {_kind(mode)}", path)
 
 
 def _read_below(root: int, path: str, file: File) -> bytes:

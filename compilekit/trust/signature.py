@@ -16,7 +16,8 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -178,7 +179,7 @@ def load_keys(file: str | os.PathLike[str]) -> tuple[PublicKey, ...]:
         ResourceError: It can't be read.
     """
     path = Path(file)
-    _read_key(path)
+    _read_public(path)
     reason = why_replaceable(path)
     if reason:
         raise SignatureError(
@@ -190,7 +191,7 @@ def load_keys(file: str | os.PathLike[str]) -> tuple[PublicKey, ...]:
     serialization, ed25519, unsupported = _cryptography()
     keys = []
     # Only what is read after the look at its place is what the place vouches for.
-    for block in _PEM.findall(_read_key(path)):
+    for block in _PEM.findall(_read_public(path)):
         try:
             key = serialization.load_pem_public_key(block)
         except (ValueError, unsupported) as exc:
@@ -291,9 +292,21 @@ def _is_good(key: Ed25519PublicKey, digest: str, one: Signature) -> bool:
 
 
 def _read_key(file: str | os.PathLike[str]) -> bytes:
+    """A private key, which may come through a pipe."""
+    with _reading(file), open(file, "rb") as stream:
+        return stream.read(_MAX_BYTES)
+
+
+def _read_public(file: Path) -> bytes:
+    """A file of public keys; a pipe in its place must not hang the start."""
+    with _reading(file):
+        return store.read_beside(file, _MAX_BYTES)
+
+
+@contextmanager
+def _reading(file: str | os.PathLike[str]) -> Iterator[None]:
     try:
-        with open(file, "rb") as stream:
-            return stream.read(_MAX_BYTES)
+        yield
     except OSError as exc:
         raise ResourceError(
             f"key {os.fspath(file)} can't be read: {exc.strerror}",
