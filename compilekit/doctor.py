@@ -327,9 +327,8 @@ def cgroup_cores(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 def _driver(needed: bool) -> Finding:
     lacking = "failure" if needed else "ok"
     fix = "Run with the NVIDIA runtime (docker run --gpus all)." if needed else ""
-    stub = stub_driver(os.environ.get("LD_LIBRARY_PATH", ""))
-    if stub:
-        away = f"Take {stub.parent} off LD_LIBRARY_PATH: it is for linking only."
+    if stub := stub_here():
+        away = f"Take it out of the library path ({stub.parent}): it is for linking."
         verdict = "failure" if needed else "warning"
         return Finding("driver", verdict, f"a stub at {stub}", away)
     try:
@@ -337,15 +336,35 @@ def _driver(needed: bool) -> Finding:
         status = int(library.cuInit(0))
     except (OSError, AttributeError):
         return Finding("driver", lacking, "no NVIDIA driver", fix)
-    if status == _CUDA_ERROR_STUB_LIBRARY:
-        away = "Take the stub libcuda.so.1 out of the library path."
-        return Finding("driver", "failure", "libcuda.so.1 is a stub", away)
     if status:
         return Finding("driver", lacking, f"cuInit answers {status}", fix)
     number = ctypes.c_int()
     library.cuDriverGetVersion(ctypes.byref(number))
     shown = f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
     return Finding("driver", "ok", f"NVIDIA driver for {shown}")
+
+
+def stub_here() -> Path | None:
+    """The stub that this process takes for the driver, wherever it was found."""
+    stub = stub_driver(os.environ.get("LD_LIBRARY_PATH", ""))
+    if stub is not None:
+        return stub
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        status = int(library.cuInit(0))
+    except (OSError, AttributeError):
+        return None
+    return _mapped("libcuda.so") if status == _CUDA_ERROR_STUB_LIBRARY else None
+
+
+def _mapped(name: str) -> Path:
+    """Where a library lies that this process has loaded."""
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8") as lines:
+        for line in lines:
+            path = line.rstrip("\n").partition("/")[2]
+            if name in path:
+                return Path("/", path)
+    return Path(name)
 
 
 def stub_driver(search: str) -> Path | None:

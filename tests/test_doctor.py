@@ -255,7 +255,8 @@ class Driver:
     ("status", "needed", "verdict", "found"),
     [
         (0, True, "ok", "CUDA 12.8"),
-        (34, False, "failure", "stub"),
+        (34, False, "warning", "stub"),
+        (34, True, "failure", "stub"),
         (100, False, "ok", "cuInit answers 100"),
         (100, True, "failure", "cuInit answers 100"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from golden import ARTIFACT
 
-from compilekit import targets
+from compilekit import doctor, targets
 from compilekit.artifact import open_artifact
 from compilekit.artifact.manifest import Manifest
 from compilekit.cli import run
@@ -107,6 +108,37 @@ def test_no_device_is_refused() -> None:
     """Without a GPU there is nothing to run on."""
     (mismatch,) = found(None)
     assert (mismatch.factor, mismatch.here) == ("gpu", "no CUDA device")
+
+
+def test_a_stub_is_refused_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start says that it met the library for linking, on its path or elsewhere."""
+    stub = tmp_path / "stubs" / "libcuda.so"
+    stub.parent.mkdir()
+    stub.write_text("")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(stub.parent))
+    (mismatch,) = found(None)
+    assert (mismatch.factor, mismatch.verdict) == ("gpu", "refuse")
+    assert str(stub) in mismatch.here
+    assert str(stub.parent) in mismatch.hint
+
+
+def test_a_stub_off_the_path_is_found_by_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real library that answers as the stub does, found by the system's search."""
+    source, library = tmp_path / "stub.c", tmp_path / "libcuda.so.1"
+    source.write_text("int cuInit(unsigned flags) { return 34; }\n")
+    command = ["cc", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: load(str(library)))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    (mismatch,) = found(None)
+    assert (mismatch.verdict, str(library) in mismatch.here) == ("refuse", True)
+    item = next(one for one in doctor.examine(cuda=True) if one.check == "driver")
+    assert (item.verdict, str(library) in item.found) == ("failure", True)
 
 
 def test_a_driver_too_old_for_torch_is_named() -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compilekit.doctor import stub_here
 from compilekit.errors import Mismatch
 
 
@@ -178,6 +179,9 @@ def _no_device(built: str, driver: tuple[int, int]) -> Mismatch:
             f" (CUDA {torch.version.cuda})"
         )
         step = f"Install a driver for CUDA {needed[0]}."
+    elif (stub := stub_here()) is not None:
+        here = f"a stub in the driver's place: {stub}"
+        step = f"Take it out of the library path ({stub.parent}): it is for linking."
     else:
         here = "no CUDA device"
         step = "Run it where the GPU and its driver are visible."
