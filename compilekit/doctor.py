@@ -204,7 +204,8 @@ def _temporary(jit: bool) -> Iterator[Finding]:
         return
     if is_noexec(folder):
         fix = f"Mount it with exec, or set TORCHINDUCTOR_CACHE_DIR elsewhere.{need}"
-        yield Finding("temporary files", lacking, f"{folder} is mounted noexec", fix)
+        found = f"{folder} is on {mount_point(folder)}, which is mounted noexec"
+        yield Finding("temporary files", lacking, found, fix)
     else:
         yield Finding("temporary files", "ok", f"{folder}, writable and executable")
     yield _room(folder)
@@ -246,6 +247,12 @@ def _why_unwritable(folder: Path) -> str:
 def is_noexec(folder: Path) -> bool:
     """True if the file system around a folder forbids to map code."""
     return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
+
+
+def mount_point(folder: Path) -> Path:
+    """Where the file system around a folder is mounted."""
+    folder = Path(os.path.realpath(folder))
+    return next(place for place in (folder, *folder.parents) if os.path.ismount(place))
 
 
 def _memory_file() -> Finding:

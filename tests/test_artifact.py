@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -663,6 +664,30 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / ".a.staging-1-00000000").mkdir()
     golden.write(tmp_path / "a")
     assert sorted(os.listdir(tmp_path)) == [".a.staging-1-00000000", "a"]
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.ESTALE])
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_network_file_system_that_refuses(
+    number: int, exchange: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The last step fails: the reason is named, and the old artifact is as it was."""
+    old = golden.write(tmp_path / "a")
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    if exchange:
+        monkeypatch.setattr(write, "_exchange", refuse)
+    else:
+        monkeypatch.setattr(write, "_exchange", lambda staging, out: False)
+        monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(ResourceError, match=os.strerror(number)) as caught:
+        api.write_artifact(tmp_path / "a", golden.parts(), golden.variant(1))
+    assert "try again" in caught.value.hint
+    monkeypatch.undo()
+    assert api.open_artifact(tmp_path / "a").digest == old.digest
+    assert os.listdir(tmp_path) == ["a"]
 
 
 _WRITERS = """

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import golden
@@ -446,6 +447,38 @@ def test_a_place_of_caches_that_others_could_replace(
     assert "may be written by anyone" in found["work directory"]["found"]
     (tmp_path / "open").chmod(0o1777)
     assert findings(capsys, str(cached.root))[0] == 0
+
+
+def test_a_place_of_caches_mounted_noexec(
+    cached: Artifact,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """The mount point and the setting are named, before anything is restored."""
+    look = os.statvfs
+
+    def noexec(path: Any) -> Any:
+        found = look(path)
+        names = [name for name in dir(found) if name.startswith("f_")]
+        fields = {name: getattr(found, name) for name in names}
+        return SimpleNamespace(**{**fields, "f_flag": found.f_flag | os.ST_NOEXEC})
+
+    monkeypatch.setenv("COMPILEKIT_WORK_DIR", str(tmp_path / "work"))
+    monkeypatch.setattr(os, "statvfs", noexec)
+    code, found = findings(capsys, str(cached.root))
+    assert (code, found["work directory"]["verdict"]) == (13, "failure")
+    place = f"on {doctor.mount_point(tmp_path)}, which is mounted noexec"
+    assert place in found["work directory"]["found"]
+    assert "COMPILEKIT_WORK_DIR" in found["work directory"]["fix"]
+    assert place in found["temporary files"]["found"]
+
+
+def test_the_mount_point_of_a_folder(tmp_path: Path) -> None:
+    """What /proc/self/mountinfo has, also behind a link."""
+    (tmp_path / "link").symlink_to("/proc/self")
+    assert doctor.mount_point(tmp_path / "link") == Path("/proc")
+    assert os.path.ismount(doctor.mount_point(tmp_path))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")

@@ -93,7 +93,9 @@ def install(
 
 
 _HINTS = {
-    errno.EBUSY: "This is a mount point; choose a directory inside it.",
+    errno.EBUSY: "A mount point can't be replaced: choose a directory inside it. On a"
+    " network file system another host may use it: try again.",
+    errno.ESTALE: "Another host replaced it on this network file system: try again.",
     errno.ENOSPC: "Free some space, or choose another place with -o.",
     errno.EXDEV: "This directory belongs to a lower layer of an overlay file system"
     " and can't be replaced in one step; remove it first, or choose another place.",

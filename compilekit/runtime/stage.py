@@ -9,7 +9,6 @@ locks was left by a killed process and is removed.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from compilekit.artifact import Artifact
 from compilekit.artifact.cache import PLACE, Cache, blob_path
+from compilekit.doctor import mount_point
 from compilekit.errors import ResourceError
 from compilekit.runtime.requirements import is_demanding
 from compilekit.trust.places import why_writable
@@ -58,9 +58,9 @@ def work_directory(given: str | os.PathLike[str] | None) -> Path:
         )
     if os.statvfs(chosen).f_flag & os.ST_NOEXEC:
         raise ResourceError(
-            f"work directory {chosen} is on a file system mounted noexec: compiled"
-            " kernels can't be loaded from it",
-            hint=hint,
+            f"work directory {chosen} is on {mount_point(chosen)}, which is mounted"
+            " noexec: compiled kernels can't be loaded from it",
+            hint=f"Mount it with exec. {hint}",
         )
     if reason := why_writable(chosen.resolve()) if is_demanding() else "":
         raise ResourceError(
@@ -99,9 +99,10 @@ def stage(artifact: Artifact, cache: Cache, work: Path) -> tuple[Path, bool]:
             _write_files(artifact, cache, staging, place)
             try:
                 os.rename(staging, place)
-            except OSError as exc:
-                # Another process was faster: what it published is the same.
-                if exc.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            except OSError:
+                # Another process was faster: what it published is the same. Local file
+                # systems say ENOTEMPTY, network file systems anything.
+                if not place.is_dir():
                     raise
                 return place, False
     except OSError as exc:
