@@ -28,6 +28,7 @@ from test_signature import make_keys
 from compilekit import registry, targets
 from compilekit.artifact import Artifact, edit, write_artifact
 from compilekit.cli import run
+from compilekit.compiler import attest
 from compilekit.errors import (
     ConfigError,
     DigestError,
@@ -279,6 +280,31 @@ def test_records_of_a_single_target_travel(store: Store, tmp_path: Path) -> None
     )
     assert out.digest == one.digest
     assert (tmp_path / "out.verified.json").is_file()
+
+
+def test_attestations_travel(store: Store, tmp_path: Path) -> None:
+    """Provenance and bill lie beside the targets' layers; a pull takes its own only."""
+    assert set(registry.ATTESTATIONS) == {attest.PROVENANCE, attest.SBOM}
+    documents = {
+        path: f'{{"of": "{path}"}}\n'.encode() for path in registry.ATTESTATIONS
+    }
+    one = write_artifact(
+        tmp_path / "artifact", golden.parts(), golden.files(), documents
+    )
+    reference = f"{store.address}/one:1"
+    pushed = registry.push(one, reference, insecure=True)
+    assert [layer.target for layer in pushed.layers] == [golden.TARGET]
+    described = json.loads(store.manifests["1"])["layers"]
+    assert [layer["mediaType"] for layer in described[1:]] == [
+        "application/vnd.in-toto+json",
+        "application/vnd.cyclonedx+json",
+    ]
+    found = [store.blobs[layer["digest"]] for layer in described[1:]]
+    assert found == list(documents.values())
+    out = registry.pull(
+        reference, tmp_path / "out", target=golden.TARGET, insecure=True
+    )
+    assert (out.digest, dict(out.reports)) == (one.digest, {})
 
 
 def test_no_registry(both: Artifact, tmp_path: Path) -> None:

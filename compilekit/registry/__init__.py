@@ -2,7 +2,8 @@
 
 An image manifest has one layer per target: the packed artifact of that target alone,
 as `artifact.edit.prune` and `artifact.archive.pack` make it. So a pull takes one layer,
-and what it unpacks is an artifact with a digest, and a signature, of its own.
+and what it unpacks is an artifact with a digest, and a signature, of its own. The two
+attestations have a layer each, for whoever asks; a pull leaves them.
 
 Nothing that a registry answers is trusted: each blob is held to its digest, and the
 artifact in it to its manifest, its signature and the digest that was asked for.
@@ -28,6 +29,11 @@ from compilekit.registry.remote import MANIFEST_TYPE, Remote, no_artifact
 ARTIFACT_TYPE = "application/vnd.compilekit.artifact.v1"
 LAYER_TYPE = "application/vnd.compilekit.artifact.v1.tar"
 CONFIG_TYPE = "application/vnd.compilekit.config.v1+json"
+# Reports about the whole artifact, under the types that registries' tools know.
+ATTESTATIONS = {
+    "reports/provenance.json": "application/vnd.in-toto+json",
+    "reports/sbom.json": "application/vnd.cyclonedx+json",
+}
 TARGET = "io.compilekit.target"
 DIGEST = "io.compilekit.digest"
 
@@ -74,7 +80,7 @@ def push(
         },
         sort_keys=True,
     ).encode()
-    layers = []
+    layers, documents = [], []
     with tempfile.TemporaryDirectory(prefix="compilekit-push-") as folder:
         place = Path(folder, "config.json")
         place.write_bytes(config)
@@ -88,12 +94,18 @@ def push(
             title = {"org.opencontainers.image.title": f"{target}.compilekit.tar"}
             layer["annotations"] = {**title, TARGET: target, DIGEST: part.digest}
             layers.append(layer)
+        for path, kind in ATTESTATIONS.items():
+            if path in artifact.reports:
+                place = Path(folder, Path(path).name)
+                place.write_bytes(artifact.read(path))
+                title = {"org.opencontainers.image.title": place.name}
+                documents.append({**remote.upload(place, kind), "annotations": title})
     manifest = {
         "schemaVersion": 2,
         "mediaType": MANIFEST_TYPE,
         "artifactType": ARTIFACT_TYPE,
         "config": described,
-        "layers": layers,
+        "layers": [*layers, *documents],
         "annotations": {DIGEST: artifact.digest},
     }
     return Pushed(
@@ -134,7 +146,11 @@ def pull(
     remote = Remote(reference, insecure)
     manifest = remote.manifest()
     try:
-        layers = {one["annotations"][TARGET]: one for one in manifest["layers"]}
+        layers = {
+            one["annotations"][TARGET]: one
+            for one in manifest["layers"]
+            if one["mediaType"] not in ATTESTATIONS.values()
+        }
         config = json.loads(remote.blob(manifest["config"]))
         layer = layers[target or _choose(config["targets"])]
         size, digest = int(layer["size"]), str(layer["digest"])
