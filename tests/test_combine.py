@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,30 @@ def test_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert sum(line.startswith("# TYPE") for line in lines) == 6
     assert [p.name for p in tmp_path.iterdir()] == ["compilekit.prom"]
+
+
+def test_a_counter_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call shows, after ten million of them too."""
+    file = tmp_path / "compilekit.prom"
+    monkeypatch.setenv("COMPILEKIT_METRICS", str(file))
+    made = receipt()
+    made.note_uncovered("forward", "a shape", "eager")
+    made.uncovered[0].calls = 12_345_678
+    made.write()
+    assert 'route="eager"} 12345678\n' in file.read_text()
+
+
+def test_a_link_beside_the_metrics_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who guesses the name that is written first can't point it at another file."""
+    file, other = tmp_path / "compilekit.prom", tmp_path / "other"
+    other.write_text("mine")
+    Path(f"{file}.{os.getpid()}").symlink_to(other)
+    monkeypatch.setenv("COMPILEKIT_METRICS", str(file))
+    with pytest.raises(ResourceError, match="symbolic links"):
+        receipt().write()
+    assert other.read_text() == "mine"
 
 
 def test_metrics_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

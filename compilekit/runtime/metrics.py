@@ -67,8 +67,13 @@ def text(receipt: Receipt) -> str:
     lines = []
     for name, kind, meaning, samples in families:
         lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
-        lines += [f"{name}{_labels(labels)} {value:g}" for labels, value in samples]
+        lines += [f"{name}{_labels(labels)} {_number(v)}" for labels, v in samples]
     return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """Whole numbers to the last digit: a counter that is rounded stands still."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _labels(labels: Mapping[str, str]) -> str:

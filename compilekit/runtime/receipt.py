@@ -156,7 +156,9 @@ class Receipt:
     def write(self, file: str = "") -> None:
         """Write the receipt to a file (COMPILEKIT_RECEIPT by default), by one rename.
 
-        The same as Prometheus text goes to the file that COMPILEKIT_METRICS names.
+        The same as Prometheus text goes to the file that COMPILEKIT_METRICS names. Both
+        are as of this call, which attach and `finish` make: a server whose counters are
+        to be watched makes it again, from a timer say.
 
         Raises:
             ResourceError: a file can't be written.
@@ -187,14 +189,19 @@ class Receipt:
         return self
 
 
+def _no_link(path: str, flags: int) -> int:
+    """Open a file whose name others may guess: a link there would be followed."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def _replace(file: str, text: str, variable: str) -> None:
     staging = f"{file}.{os.getpid()}"
     try:
-        with open(staging, "w", encoding="utf-8") as stream:
+        with open(staging, "w", encoding="utf-8", opener=_no_link) as stream:
             stream.write(text)
         os.replace(staging, file)
     except OSError as exc:
-        if os.path.exists(staging):
+        if os.path.isfile(staging) and not os.path.islink(staging):
             os.unlink(staging)
         raise ResourceError(
             f"the receipt can't be written to {file}: {exc.strerror}",
