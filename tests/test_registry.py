@@ -229,6 +229,51 @@ def test_another_manifest(
         registry.pull(pushed, tmp_path / "a", insecure=True)
 
 
+@pytest.mark.parametrize("size", ["1e999", "-5", '"x"', "null", str(10**30), "[]"])
+def test_a_size_that_is_none(
+    size: str, pushed: str, store: Store, tmp_path: Path
+) -> None:
+    """Whatever a manifest says of a layer's size is refused as the layer would be."""
+    text = json.loads(store.manifests["1"])
+    for layer in text["layers"]:
+        layer["size"] = "SIZE"
+    changed = json.dumps(text).replace('"SIZE"', size)
+    store.manifests["1"] = changed.encode()
+    with pytest.raises((ManifestError, DigestError, ResourceError)):
+        registry.pull(pushed, tmp_path / "out" / "a", target=V4, insecure=True)
+    assert list((tmp_path).glob("out/*")) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"",
+        b"7",
+        b"[" * 50_000,
+        b'{"targets": 7}',
+        b'{"targets": {"t": {"kind": "cpu"}}}',
+        b'{"targets": {"t": {"kind": "cpu", "machine": "x86_64", "features": [[]]}}}',
+        b'{"targets": {"t": {"kind": "cpu", "machine": "x86_64", "features": 7}}}',
+    ],
+)
+def test_a_hostile_config_with_a_good_digest(
+    config: bytes,
+    pushed: str,
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a pull chooses by is no more trusted than the rest."""
+    monkeypatch.setattr(targets, "machine", lambda: "x86_64")
+    digest = f"sha256:{hashlib.sha256(config).hexdigest()}"
+    store.blobs[digest] = config
+    text = json.loads(store.manifests["1"])
+    text["config"]["digest"] = digest
+    store.manifests["1"] = json.dumps(text).encode()
+    with pytest.raises(ManifestError, match="compilekit push"):
+        registry.pull(pushed, tmp_path / "a", insecure=True)
+
+
 def test_a_hostile_layer_with_a_good_digest(
     pushed: str, store: Store, tmp_path: Path
 ) -> None:

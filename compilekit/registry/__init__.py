@@ -38,6 +38,10 @@ TARGET = "io.compilekit.target"
 DIGEST = "io.compilekit.digest"
 
 
+# What reading a stranger's JSON ends in: another shape, infinite numbers, deep nesting.
+_MALFORMED = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
 class Layer(NamedTuple):
     """One target in a registry: the layer's digest and size, the artifact's digest."""
 
@@ -160,7 +164,7 @@ def pull(
                 f"target {target}: expected one of {', '.join(sorted(layers))}"
             ) from exc
         raise no_artifact(reference, exc) from exc
-    except (TypeError, ValueError, AttributeError) as exc:
+    except _MALFORMED as exc:
         raise no_artifact(reference, exc) from exc
     folder = Path(os.path.realpath(out_dir)).parent
     try:
