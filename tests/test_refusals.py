@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ FILES = sorted(
 )
 SEALED = ("manifest.json", "reports/index.json")
 PROGRAM = f"programs/{golden.TARGET}/forward/b1_s32/program.json"
+ENTRY = f"programs/{golden.TARGET}/forward/entry.json"
 
 
 @pytest.fixture
@@ -516,6 +517,37 @@ def test_program_nested_too_deeply(artifact: Path) -> None:
         deep = '{"kind": "list", "items": [' * depth + marker + "]}" * depth
         replace_file(artifact, PROGRAM, text.replace(marker, deep).encode())
         refused_any(artifact, ManifestError)
+
+
+def places(value: Any, *above: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to every value in a JSON document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in inner:
+        yield (*above, key)
+        if isinstance(item, dict | list):
+            yield from places(item, *above, key)
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, [[]]], ids=json.dumps)
+@pytest.mark.parametrize("path", [PROGRAM, ENTRY])
+def test_any_value_in_any_place(artifact: Path, path: str, value: Any) -> None:
+    """A file that is parsed when it's first asked for is refused then, or will do."""
+    fields = json.loads((artifact / path).read_text())
+    refusals = 0
+    for *way, last in list(places(fields)):
+        changed = json.loads(json.dumps(fields))
+        inner = changed
+        for key in way:
+            inner = inner[key]
+        inner[last] = value
+        replace_file(artifact, path, canonical.encode(changed))
+        opened = open_artifact(artifact)
+        try:
+            for parsed in (opened.entries, opened.programs):
+                dict(parsed)
+        except ArtifactError as error:
+            refusals += path in error.message
+    assert refusals > 5
 
 
 def test_nothing_is_parsed_before_all_is_verified(
