@@ -153,19 +153,23 @@ def test_a_tuning_file_chooses(artifact: Artifact, tmp_path: Path) -> None:
     tuned = built(tmp_path, choices=choices)
     assert launches(tuned, "decode", "b1_c48")["one_row"] == 2 * 3 + 1
     assert launches(tuned, "decode", "b4_c48") == launches(artifact, "decode", "b4_c48")
-    grids = [
-        [
-            kernel.launch["grid"]
+    default, chosen = (
+        {
+            kernel.launch["grid"][0]: kernel.launch["tuned"]
             for kernel in each.programs[
                 "nvidia-h200", "decode", "b1_c48"
             ].kernels.values()
             if kernel.launch["symbol"] == "one_row"
-        ]
+        }
         for each in (artifact, tuned)
-    ]
+    )
     # The down projection: 256 columns, one to a block, and two.
-    assert [256, 1, 1] in grids[0]
-    assert [128, 1, 1] in grids[1]
+    assert default[256] == ""
+    assert chosen[128] == "nvidia-h200"
+    # The others are cut as they would be without a file.
+    others = {grid: origin for grid, origin in chosen.items() if grid != 128}
+    assert others
+    assert set(others.values()) == {""}
 
 
 def traced(between: str, *, width: int = 256) -> list[Any]:

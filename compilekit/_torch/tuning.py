@@ -126,7 +126,10 @@ def _measured(
         kernels.setdefault(digest, self)
 
     def timed(self: Any, launcher: Any, *args: Any, **kwargs: Any) -> float:
-        milliseconds: float = bench(self, launcher, *args, **kwargs)
+        # Twice: a first time was seen that was six times what the kernel takes.
+        milliseconds: float = min(
+            bench(self, launcher, *args, **kwargs) for _ in range(2)
+        )
         key = str(config_values(launcher.config))
         mine = times.setdefault(id(self), {})
         mine[key] = min(milliseconds, mine.get(key, milliseconds))

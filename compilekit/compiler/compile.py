@@ -83,6 +83,8 @@ class CompiledBucket:
         bytecode: ``call.pyc``, so that loading parses nothing.
         kernels: Name in `code` → C++ source.
         triton: Name in `code` → Triton kernel and its grid.
+        tuned: Launches of our own kernels that the tuning file chose: symbol,
+            programs, warps.
         constants: File name in ``constants/`` → bytes.
         attention: What its attention calls got.
         warning: What a gate has to say about it; empty if nothing.
@@ -94,6 +96,7 @@ class CompiledBucket:
     bytecode: bytes
     kernels: Mapping[str, CppSource]
     triton: Mapping[str, tuple[TritonKernel, tuple[int, int, int]]]
+    tuned: frozenset[tuple[str, int, int]]
     constants: Mapping[str, bytes]
     attention: Attention
     warning: str
@@ -142,10 +145,11 @@ def compile_bucket(
         from compilekit.compiler import generate
 
         generate.store_tables(captured.graph)
+    tuned: frozenset[tuple[str, int, int]] = frozenset()
     if call.own_kernels:
         from compilekit.compiler import decode_kernels
 
-        decode_kernels.replace(captured.graph, tuning)
+        tuned = decode_kernels.replace(captured.graph, tuning)
     options = inductor_options(config)
     lowered = _lower(captured, options, target, tuning.configs())
     _refuse_wrappers(lowered, len(places))
@@ -186,6 +190,7 @@ def compile_bucket(
             name: (kernel, host.launches.grids[name])
             for name, kernel in host.launches.kernels.items()
         },
+        tuned=tuned,
         constants={
             f"{digest}.safetensors": data for digest, data in constants.values()
         },

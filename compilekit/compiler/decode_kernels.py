@@ -110,12 +110,20 @@ def choose(product: Product, tuning: Tuning) -> Blocks | None:
     return chosen
 
 
-def replace(graph: GraphModule, tuning: Tuning) -> None:
-    """Have our kernels compute a captured graph's products, where they are faster."""
+def replace(graph: GraphModule, tuning: Tuning) -> frozenset[products.Launch]:
+    """Have our kernels compute a captured graph's products, where they are faster.
+
+    Returns:
+        The launches that the tuning file chose, for all products that have them.
+    """
+    measured: dict[products.Launch, bool] = {}
     for product in find(graph):
         cut = choose(product, tuning)
         if cut is None:
             continue
+        launch = products.launch(product.rows, product.columns, cut)
+        chosen = product.key in tuning.choices
+        measured[launch] = measured.get(launch, True) and chosen
         first = product.nodes[0]
         with graph.graph.inserting_before(first):
             flat = graph.graph.call_function(
@@ -139,6 +147,7 @@ def replace(graph: GraphModule, tuning: Tuning) -> None:
         for node in product.nodes:
             graph.graph.erase_node(node)
     graph.recompile()
+    return frozenset(launch for launch, chosen in measured.items() if chosen)
 
 
 class TokenWindow(Window):

@@ -276,7 +276,10 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
             )
         )
         for name, (kernel, grid) in item.compiled.triton.items():
-            references[name] = _cubin(scratch, kernel, grid, item.tuned_on)
+            launch = (kernel.symbol, grid[0], kernel.num_warps)
+            tuned = kernel.tuned or launch in item.compiled.tuned
+            tuned_on = item.tuned_on if tuned else ""
+            references[name] = _cubin(scratch, kernel, grid, tuned_on)
         size = _write(item, scratch, references)
     except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
         emit(_failed(replace(about, stage=""), exc, item.began))
@@ -324,7 +327,7 @@ def _cubin(
         "scratch": kernel.scratch,
         "shared": kernel.shared,
         "symbol": kernel.symbol,
-        "tuned": tuned_on if kernel.tuned else "",
+        "tuned": tuned_on,
     }
     return KernelRef(digest, canonical.sha256(source), launch)
 

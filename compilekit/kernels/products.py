@@ -8,6 +8,9 @@ reads whole rows of weights, and projections of one input share a launch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -125,6 +128,26 @@ def few_rows(
     tl.store(places, total.to(y.dtype.element_ty), mask=rows[None, :] < M)
 
 
+class Launch(NamedTuple):
+    """What tells the launches of two ways to cut a product apart.
+
+    Attributes:
+        symbol: The kernel's name.
+        programs: Triton programs.
+        warps: Of each.
+    """
+
+    symbol: str
+    programs: int
+    warps: int
+
+
+def launch(rows: int, columns: Sequence[int], cut: Blocks) -> Launch:
+    """How a product is launched."""
+    symbol = "one_row" if rows == 1 else "few_rows"
+    return Launch(symbol, sum(columns) // cut.columns, cut.warps)
+
+
 @triton_op("compilekit::few_rows", mutates_args={})
 def product(
     x: torch.Tensor,
@@ -159,7 +182,7 @@ def product(
         "INNER": cut.inner,
         "num_warps": cut.warps,
     }
-    grid = (sum(sizes) // cut.columns,)
+    grid = (launch(rows, sizes, cut).programs,)
     if rows == 1:
         wrap_triton(one_row)[grid](
             x,
