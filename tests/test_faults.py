@@ -25,6 +25,7 @@ import torch
 import compilekit
 from compilekit.artifact import archive, open_artifact
 from compilekit.artifact.program import KernelRef
+from compilekit.artifact.verification import read_verification
 from compilekit.errors import AttachError, KernelBuildError, ResourceError
 from compilekit.runtime import cuda, model
 from compilekit.runtime.gpu import Gpu, gpu_mismatches
@@ -373,6 +374,40 @@ def test_a_graph_that_torch_refuses_to_cache(tmp_path: Path) -> None:
     assert (result.artifact, result.exit_code) == (None, 4)
     assert "torch refuses to cache a graph" in result.buckets[0].error
     assert not (tmp_path / "artifact").exists()
+
+
+QUANTISED = """
+[model]
+source = "quantised:Quantised"
+[axes]
+b = [4]
+[entries.forward.inputs.x]
+shape = ["b", 16]
+dtype = "float32"
+[build]
+targets = ["cpu-x86_64-v3"]
+routes = ["cache"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_subclass_on_the_second_start(tmp_path: Path) -> None:
+    """A fresh process that restores the caches compiles nothing and equals eager."""
+    from compilekit import config as configuration
+    from compilekit.compiler.build import build
+
+    shutil.copy(ROOT / "tests" / "modules" / "quantised.py", tmp_path)
+    (tmp_path / "compilekit.toml").write_text(QUANTISED)
+    config = configuration.load(tmp_path / "compilekit.toml")
+    result = build(config, tmp_path / "artifact")
+    assert result.exit_code == 0, result.buckets
+    record, _ = read_verification(open_artifact(tmp_path / "artifact"))
+    assert record is not None
+    [target] = record.targets.values()
+    [bucket] = target.buckets
+    assert (bucket.passed, bucket.compiles, bucket.spawned) == (True, 0, 0)
+    assert bucket.max_abs_error <= 1e-6
 
 
 # --- Several ranks --------------------------------------------------------------------
