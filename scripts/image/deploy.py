@@ -129,6 +129,9 @@ def served(pod: Pod) -> str:
         run.wait_until_ready(process, pod.folder / "server.log")
         seconds = time.perf_counter() - began
         answer = run.ask({"input_ids": [[101, 7592, 102]]})
+    except FileNotFoundError:
+        said = (pod.folder / "init-0.log").read_text()
+        raise SystemExit(f"an init container ended the start: {said}") from None
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(30)
