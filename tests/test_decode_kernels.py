@@ -148,7 +148,7 @@ def test_a_tuning_file_chooses(artifact: Artifact, tmp_path: Path) -> None:
     """A product that the library won is the library's; another is cut as it says."""
     choices = {
         "bfloat16 1 x 256 @ 512 512": {"blocks": []},
-        "bfloat16 1 x 512 @ 256": {"blocks": [2, 256, 1, 4]},
+        "bfloat16 1 x 512 @ 256": {"blocks": [4, 512, 2, 4]},
     }
     tuned = built(tmp_path, choices=choices)
     assert launches(tuned, "decode", "b1_c48")["one_row"] == 2 * 3 + 1
@@ -163,11 +163,11 @@ def test_a_tuning_file_chooses(artifact: Artifact, tmp_path: Path) -> None:
         }
         for each in (artifact, tuned)
     )
-    # The down projection: 256 columns, one to a block, and two.
+    # The down projection: 256 columns, one to a block, and four.
     assert default[256] == ""
-    assert chosen[128] == "nvidia-h200"
+    assert chosen[64] == "nvidia-h200"
     # The others are cut as they would be without a file.
-    others = {grid: origin for grid, origin in chosen.items() if grid != 128}
+    others = {grid: origin for grid, origin in chosen.items() if grid != 64}
     assert others
     assert set(others.values()) == {""}
 

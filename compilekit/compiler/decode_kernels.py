@@ -200,16 +200,8 @@ def token_attention(otherwise: Attention) -> Attention:
             and kwargs.get("position_bias") is None
         )
         if not ours:
-            return otherwise(
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                dropout=dropout,
-                scaling=scaling,
-                **kwargs,
-            )
+            kwargs.update(dropout=dropout, scaling=scaling)
+            return otherwise(module, query, key, value, attention_mask, **kwargs)
         scale = query.shape[3] ** -0.5 if scaling is None else scaling
         output = kernels.ATTEND(query, key, value, attention_mask, scale)
         return output.transpose(1, 2), None

@@ -177,7 +177,6 @@ def grouped_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention, without copies of the keys for each query head.
@@ -199,16 +198,9 @@ def grouped_attention(
         or attention_mask.shape[1] != 1
         or kwargs.get("position_bias") is not None
     ):
+        kwargs.update(dropout=dropout, scaling=scaling)
         return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
+            module, query, key, value, attention_mask, **kwargs
         )
     rows = query.reshape(batch, key.shape[1], groups * length, size)
     mask = attention_mask
@@ -230,7 +222,6 @@ def native_groups_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention where cuDNN's kernel reads grouped heads as they are.
@@ -238,17 +229,8 @@ def native_groups_attention(
     As further rows they would have to be copied next to each other first.
     """
     if attention_mask is None or kwargs.get("position_bias") is not None:
-        return grouped_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        kwargs.update(dropout=dropout, scaling=scaling)
+        return grouped_attention(module, query, key, value, attention_mask, **kwargs)
     output = scaled_dot_product_attention(
         query,
         key,
