@@ -117,6 +117,24 @@ def test_rotary_tables_are_computed_once(artifact: Path) -> None:
         assert len(launched) == 1, (entry, bucket, launched)
 
 
+def test_a_tuner_sees_the_graph_that_is_compiled() -> None:
+    """Its kernels are known by their source: other ones would tune nothing."""
+    from compilekit.compiler.compile import capture_bucket
+    from compilekit.compiler.models import build_fake
+    from compilekit.plan import buckets
+    from compilekit.targets import load_target
+
+    config = configuration.load(CONFIG)
+    model = build_fake(config, "cpu")
+    for name, entry in config.entries.items():
+        bucket = buckets(config, name)[0]
+        target = load_target("cpu-x86_64-v3")
+        graph = capture_bucket(model, config, entry, bucket, target).graph
+        names = [str(node.target) for node in graph.graph.nodes]
+        # Cosines and sines.
+        assert sum("force_stride_order" in each for each in names) == 2
+
+
 def test_end_of_sequence(artifact: Path, model: Any, eager: Any) -> None:
     """A sequence that ends early is filled with padding, as in eager."""
     inputs = batch([9, 4, 12])

@@ -140,11 +140,7 @@ def compile_bucket(
     on_stage("capture", time.perf_counter() - began)
 
     began = time.perf_counter()
-    dynamo.normalise_annotations(captured.graph, captured.example_inputs)
-    if entry.role:
-        from compilekit.compiler import generate
-
-        generate.store_tables(captured.graph)
+    _ready(captured, entry)
     tuned: frozenset[tuple[str, int, int]] = frozenset()
     if call.own_kernels:
         from compilekit.compiler import decode_kernels
@@ -214,8 +210,17 @@ def capture_bucket(
     call = _call(model, config, entry, bucket, fake_device(target))
     with _ambient_kept(), call.around:
         captured = _capture(call.function, model, call.kwargs, target)
-    dynamo.normalise_annotations(captured.graph, captured.example_inputs)
+    _ready(captured, entry)
     return captured
+
+
+def _ready(captured: dynamo.Capture, entry: EntryConfig) -> None:
+    """Make a captured graph what is lowered; a tuner must see the same kernels."""
+    dynamo.normalise_annotations(captured.graph, captured.example_inputs)
+    if entry.role:
+        from compilekit.compiler import generate
+
+        generate.store_tables(captured.graph)
 
 
 def has_own_kernels(config: Config, entry: EntryConfig, device: str) -> bool:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compilekit.doctor import stub_here
 from compilekit.errors import Mismatch
 
 
@@ -167,6 +166,9 @@ def gpu_mismatches(
 
 
 def _no_device(built: str, driver: tuple[int, int]) -> Mismatch:
+    # Only a start that is refused asks.
+    from compilekit.doctor import stub_here
+
     needed = _version(torch.version.cuda or "")
     if torch.version.cuda is None:
         here, step = (
