@@ -355,7 +355,7 @@ n = [4]
 [entries.step]
 warmup = "uncacheable:warmup"
 [build]
-targets = ["cpu-x86_64-v3"]
+targets = ["native"]
 routes = ["cache"]
 """
 
@@ -385,7 +385,7 @@ b = [4]
 shape = ["b", 16]
 dtype = "float32"
 [build]
-targets = ["cpu-x86_64-v3"]
+targets = ["native"]
 routes = ["cache"]
 """
 

@@ -87,7 +87,7 @@ def _versions(artifact: Artifact) -> list[Mismatch]:
                 str(factors["python.version"]),
                 python,
                 "refuse",
-                "CPU kernels are extension modules of one Python minor.",
+                "CPU kernels and digests of the model's code are of one Python minor.",
                 f"Run Python {factors['python.version']}, or build with {python}.",
             )
         )
