@@ -22,6 +22,7 @@ from compilekit.artifact import (
     write_verification,
 )
 from compilekit.artifact.program import (
+    Constant,
     Entry,
     GraphInput,
     GraphOutput,
@@ -151,7 +152,9 @@ def program(bucket: Bucket) -> Program:
                 launch={"argtypes": ["const float*", "float*"]},
             )
         },
-        constants={"_tensor_constant0": (canonical.sha256(CONSTANT), "constant0")},
+        constants={
+            "_tensor_constant0": Constant(canonical.sha256(CONSTANT), "constant0")
+        },
         externs=("torch.ops.aten.mm.default",),
     )
 

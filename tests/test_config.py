@@ -253,20 +253,6 @@ def test_unknown_key(tmp_path: Path, extra: str, key: str, nearest: str) -> None
     assert problem["line"] == line_of(text, f"{last} = " if "." in key else f"[{last}]")
 
 
-@pytest.mark.parametrize(
-    ("extra", "key", "reason"),
-    [
-        ("[freeze]\nweights = 'x'", "freeze", "fold weights"),
-    ],
-)
-def test_planned_key(tmp_path: Path, extra: str, key: str, reason: str) -> None:
-    """What a later version will take is refused with the reason, not as unknown."""
-    problem = one_problem(tmp_path, f"{VALID}\n{extra}\n")
-    assert problem["key"] == key
-    assert problem["message"].startswith("not supported")
-    assert reason in problem["message"]
-
-
 def test_all_problems_at_once(tmp_path: Path) -> None:
     """One error carries every problem of a file, in the order of the lines."""
     text = VALID.replace('dtype = "float32"', 'dtpye = "float32"').replace(

@@ -174,7 +174,7 @@ options = program_options(0)
 if launcher:
     options["use_static_cuda_launcher"] = False
     options["strict_static_cuda_launcher"] = False
-lower(capture_call(globals()[function], (x,)), options, 0, {})
+lower(capture_call(globals()[function], (x,)), options, 0, {}, {})
 print("compiled")
 """
 # Hook → what can't be compiled without it, and how it fails.

@@ -19,6 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from compilekit._torch.capture import Capture
+from compilekit._torch.freezing import fold_weights
 from compilekit._torch.triton_kernels import kept_triton_kernels
 
 
@@ -54,6 +55,7 @@ class Lowered:
         output_count: Graph outputs the program returns.
         extra_outputs: Outputs that come before the graph's own (mutations to copy).
         refusals: What AOTAutograd does outside the program → what to do about it.
+        folded: Whether constants of the program were computed from weights.
     """
 
     output_code: str
@@ -65,6 +67,7 @@ class Lowered:
     input_count: int
     output_count: int
     refusals: Mapping[str, str]
+    folded: bool
 
 
 def lower(
@@ -72,6 +75,7 @@ def lower(
     options: Mapping[str, Any],
     simd_width: int,
     tuned: Mapping[str, Mapping[str, Any]],
+    weights: Mapping[int, torch.Tensor],
 ) -> Lowered:
     """Run AOTAutograd and Inductor on a captured graph without compiling kernels.
 
@@ -79,14 +83,21 @@ def lower(
         options: Inductor options, those that the program route forces included.
         simd_width: Bits of the target's vectors (256, 512); 0 = scalar code.
         tuned: Digest of a Triton kernel's source → the config it gets.
+        weights: Graph input → the value that is folded into the program.
     Source: torch/_inductor/compile_fx.py, compile_fx and compile_fx_inner (2.11, 2.13).
     """
     kernels: dict[str, CppSource] = {}
     triton: dict[str, Any] = {}
     inner: list[tuple[torch.fx.GraphModule, Any]] = []
+    folded = False
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        code = compile_fx_inner(graph, inputs, **kwargs)
+        nonlocal folded
+        if weights:
+            folded = fold_weights(graph, inputs, weights, context.fw_metadata)
+        # What was folded has values.
+        with mock.patch.object(capture.fake_mode, "allow_non_fake_inputs", True):
+            code = compile_fx_inner(graph, inputs, **kwargs)
         inner.append((graph, code))
         return code
 
@@ -113,6 +124,7 @@ def lower(
         input_count=sum(node.op == "placeholder" for node in nodes),
         output_count=len(nodes[-1].args[0]),
         refusals=_refusals(context.fw_metadata, capture),
+        folded=folded,
     )
 
 

@@ -266,6 +266,24 @@ def same_layout(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(tensor.size(), tensor.stride())
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Its dimensions as they follow each other in memory; None if it has gaps or folds.
+
+    ``tensor.permute(order)`` is contiguous.
+    """
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def write_counts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How often each tensor was written in place; none may be an inference tensor.
+
+    Source: torch/csrc/autograd/python_variable.cpp, _version (2.11, 2.13).
+    """
+    return [tensor._version for tensor in tensors]
+
+
 def load_cubin(path: str, symbol: str, shared: int, index: int) -> int:
     """Load a kernel onto a device; the driver's handle of its function.
 

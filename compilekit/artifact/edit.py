@@ -81,7 +81,7 @@ def _used(artifact: Artifact, keys: Sequence[tuple[str, str, str]]) -> set[str]:
         program = artifact.programs[key]
         for kernel in program.kernels.values():
             used |= {kernel.digest, kernel.source}
-        used |= {digest for digest, _ in program.constants.values()}
+        used |= {constant.digest for constant in program.constants.values()}
     return used
 
 

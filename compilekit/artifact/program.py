@@ -95,6 +95,7 @@ class Entry(NamedTuple):
             pass the same.
         cuts: Output path → {dimension: axis}.
         tensors: Path below the model → metadata of every live tensor a graph reads.
+        frozen: Those whose values the programs were built for → digest of its bytes.
         aliases: Groups of paths that must be one tensor (tied weights), and only they.
         reads: Python values the graphs depend on.
         code: ``module:qualname`` of every traced function outside torch → digest of
@@ -123,6 +124,7 @@ class Entry(NamedTuple):
     reads: tuple[Read, ...]
     code: Mapping[str, str]
     ambient: Mapping[str, Any]
+    frozen: Mapping[str, str] = {}
     training: bool = False
     mutates_model: bool = False
     custom_ops: Mapping[str, Mapping[str, str]] = {}
@@ -183,6 +185,20 @@ class KernelRef(NamedTuple):
     launch: Mapping[str, Any]
 
 
+class Constant(NamedTuple):
+    """A tensor that belongs to a program.
+
+    Attributes:
+        digest: sha256 of ``constants/<digest>.safetensors``.
+        key: Its name in that file.
+        order: Its dimensions in the order of the file's; empty = as they are.
+    """
+
+    digest: str
+    key: str
+    order: tuple[int, ...] = ()
+
+
 class Program(NamedTuple):
     """``programs/<target>/<entry>/<bucket>/program.json``.
 
@@ -195,7 +211,7 @@ class Program(NamedTuple):
             ``value`` (JSON), ``tuple``, ``list``, ``dict`` (``class``, ``items``),
             ``namedtuple`` and ``dataclass`` (``class``, ``items``).
         kernels: Name in ``call.py`` → kernel.
-        constants: Name in ``call.py`` → digest and key in ``constants/``.
+        constants: Name in ``call.py`` → tensor.
         externs: Names outside the kernels that ``call.py`` uses.
     """
 
@@ -207,7 +223,7 @@ class Program(NamedTuple):
     outputs: tuple[GraphOutput, ...]
     result: Mapping[str, Any]
     kernels: Mapping[str, KernelRef]
-    constants: Mapping[str, tuple[str, str]] = {}
+    constants: Mapping[str, Constant] = {}
     externs: tuple[str, ...] = ()
     schema: int = SCHEMA
 
@@ -222,6 +238,10 @@ def to_json(record: Entry | Program) -> dict[str, Any]:
     if isinstance(record, Program):
         data["inputs"] = [_without_defaults(item) for item in record.inputs]
         data["outputs"] = [_without_defaults(item) for item in record.outputs]
+        data["constants"] = {
+            name: [part if isinstance(part, str) else [*part] for part in each if part]
+            for name, each in record.constants.items()
+        }
     return cast(dict[str, Any], data)
 
 
@@ -262,7 +282,10 @@ def program_from_json(data: Mapping[str, Any]) -> Program:
         GraphOutput(**{**o, "spec": _spec(o["spec"])}) for o in data["outputs"]
     )
     fields["kernels"] = {name: KernelRef(**k) for name, k in data["kernels"].items()}
-    fields["constants"] = {k: (v[0], v[1]) for k, v in data["constants"].items()}
+    fields["constants"] = {
+        name: Constant(digest, key, tuple(*order))
+        for name, (digest, key, *order) in data["constants"].items()
+    }
     fields["externs"] = tuple(data["externs"])
     return Program(**fields)
 

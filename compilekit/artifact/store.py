@@ -613,8 +613,8 @@ def _parse_program(
     for label, kernel in parsed.kernels.items():
         _exists(path, f"kernel {label}", listing, "kernels", kernel.digest)
         _exists(path, f"the source of {label}", listing, "sources", kernel.source)
-    for label, (digest, _) in parsed.constants.items():
-        _exists(path, f"constant {label}", listing, "constants", digest)
+    for label, constant in parsed.constants.items():
+        _exists(path, f"constant {label}", listing, "constants", constant.digest)
     return parsed
 
 

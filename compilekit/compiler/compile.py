@@ -31,6 +31,7 @@ from compilekit._torch.lower import (
     program_options,
 )
 from compilekit._torch.ops import operator_origin
+from compilekit._torch.runtime import memory_order
 from compilekit._torch.triton_kernels import (
     NotStaticError,
     TritonKernel,
@@ -38,6 +39,7 @@ from compilekit._torch.triton_kernels import (
 )
 from compilekit.artifact.canonical import sha256
 from compilekit.artifact.program import (
+    Constant,
     Entry,
     GraphInput,
     InputRule,
@@ -47,6 +49,7 @@ from compilekit.artifact.program import (
 from compilekit.compiler import convention, hugging_face
 from compilekit.compiler.attention import Attention, counted, hold_gate
 from compilekit.compiler.examples import example_kwargs
+from compilekit.compiler.freezing import FrozenWeights
 from compilekit.compiler.harvest import HostCode, host_code
 from compilekit.compiler.models import entry_callable
 from compilekit.compiler.names import FOREIGN_ERRORS
@@ -110,6 +113,7 @@ def compile_bucket(
     target: Target,
     on_stage: OnStage,
     tuning: Tuning,
+    weights: FrozenWeights | None = None,
 ) -> CompiledBucket:
     """Compile a bucket of an entry on fake tensors.
 
@@ -117,6 +121,7 @@ def compile_bucket(
         model: The fake model, from `compilekit.compiler.models.build_fake`.
         on_stage: Called with a stage's name and seconds when it ends.
         tuning: What won on a device, kernel by kernel.
+        weights: What is folded into the program; None = nothing.
     Raises:
         GraphBreakError: Dynamo can't hold the call in one graph.
         UnsupportedByProgramError: the program route can't carry something.
@@ -147,7 +152,8 @@ def compile_bucket(
 
         tuned = decode_kernels.replace(captured.graph, tuning)
     options = inductor_options(config)
-    lowered = _lower(captured, options, target, tuning.configs())
+    values = weights.values(places) if weights else {}
+    lowered = _lower(captured, options, target, tuning.configs(), values)
     _refuse_wrappers(lowered, len(places))
     on_stage("lower", time.perf_counter() - began)
 
@@ -173,12 +179,12 @@ def compile_bucket(
             outputs=convention.outputs(captured, stand_ins, 0),
             result=convention.result(value, stand_ins, model, kwargs, live),
             kernels={},
-            constants={
-                name: (digest, "value") for name, (digest, _) in constants.items()
-            },
+            constants={name: constant for name, (constant, _) in constants.items()},
             externs=host.externs,
         ),
-        entry=_entry(model, config, call, target, captured, places, lowered, host),
+        entry=_entry(
+            model, config, call, target, captured, places, lowered, host, weights
+        ),
         code=code,
         bytecode=_bytecode(code),
         kernels={name: lowered.kernels[body] for name, body in host.kernels.items()},
@@ -188,7 +194,8 @@ def compile_bucket(
         },
         tuned=tuned,
         constants={
-            f"{digest}.safetensors": data for digest, data in constants.values()
+            f"{constant.digest}.safetensors": data
+            for constant, data in constants.values()
         },
         attention=attention,
         warning=warning,
@@ -491,10 +498,11 @@ def _lower(
     options: Mapping[str, Any],
     target: Target,
     tuned: Mapping[str, Mapping[str, Any]],
+    weights: Mapping[int, torch.Tensor],
 ) -> Lowered:
     try:
         with _explained("Inductor can't compile the graph"):
-            return lower(captured, options, target.simd_width, tuned)
+            return lower(captured, options, target.simd_width, tuned, weights)
     except NothingLowered as exc:
         raise _nothing_compiled() from exc
 
@@ -536,8 +544,8 @@ def _bytecode(code: str) -> bytes:
     )
 
 
-def _constant(name: str, tensor: torch.Tensor) -> tuple[str, bytes]:
-    """Digest and bytes of a constant's safetensors file."""
+def _constant(name: str, tensor: torch.Tensor) -> tuple[Constant, bytes]:
+    """What a program says about a constant, and the bytes of its safetensors file."""
     from safetensors.torch import save
 
     if isinstance(tensor, FakeTensor) or tensor.is_mkldnn:
@@ -547,8 +555,17 @@ def _constant(name: str, tensor: torch.Tensor) -> tuple[str, bytes]:
             hint="Register it on the model with register_buffer.",
             thing=name,
         )
-    data = save({"value": tensor.detach().contiguous()})
-    return sha256(data), data
+    order = memory_order(tensor)
+    if order is None:
+        raise UnsupportedByProgramError(
+            f"the compiled code holds constant {name}, whose elements don't follow each"
+            f" other in memory (stride {list(tensor.stride())})",
+            hint="Make it contiguous, or register it with register_buffer.",
+            thing=name,
+        )
+    data = save({"value": tensor.detach().permute(order)})
+    in_order = order == tuple(range(tensor.dim()))
+    return Constant(sha256(data), "value", () if in_order else order), data
 
 
 def _inputs(
@@ -595,6 +612,7 @@ def _entry(
     places: tuple[convention.Place, ...],
     lowered: Lowered,
     host: HostCode,
+    weights: FrozenWeights | None,
 ) -> Entry:
     entry, kwargs = call.entry, call.kwargs
     used_axes = {
@@ -621,6 +639,9 @@ def _entry(
             for path, rule in entry.outputs.items()
         },
         tensors=dict(sorted(tensors.items())),
+        frozen={path: weights.digest(path) for path in sorted(tensors)}
+        if weights and lowered.folded
+        else {},
         aliases=convention.alias_groups(model),
         reads=convention.reads(captured, model, kwargs),
         code=_traced_code(captured),

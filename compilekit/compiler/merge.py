@@ -16,16 +16,18 @@ def merge_entries(parts: list[Entry]) -> Entry:
         HarvestError: two buckets contradict each other.
     """
     first = parts[0]
-    tensors = dict(first.tensors)
+    tensors, frozen = dict(first.tensors), dict(first.frozen)
     reads = {(read.path, read.kind): read for read in first.reads}
     code, custom_ops = dict(first.code), dict(first.custom_ops)
     for part in parts[1:]:
         _merge(tensors, part.tensors, "tensor")
+        _merge(frozen, part.frozen, "weight")
         _merge(reads, {(r.path, r.kind): r for r in part.reads}, "value")
         _merge(code, part.code, "function")
         _merge(custom_ops, part.custom_ops, "operator")
     return first._replace(
         tensors=dict(sorted(tensors.items())),
+        frozen=dict(sorted(frozen.items())),
         reads=tuple(reads[key] for key in sorted(reads)),
         code=dict(sorted(code.items())),
         custom_ops=dict(sorted(custom_ops.items())),

@@ -105,6 +105,7 @@ def _compile_all(
     from compilekit.compiler import kernels as cpp
     from compilekit.compiler.compile import CompiledBucket, compile_bucket, fake_device
     from compilekit.compiler.cuts import check_cuts
+    from compilekit.compiler.freezing import read_weights
     from compilekit.compiler.models import build_fake
     from compilekit.compiler.tuning import read_tuning
 
@@ -124,7 +125,7 @@ def _compile_all(
     known: dict[str, Future[bytes]] = {}
     pending: list[Pending] = []
     programs: dict[str, list[Program]] = {}
-    model = None
+    model, weights = None, None
 
     def emit(event: BuildEvent) -> None:
         print(to_line(event), file=events, flush=True)
@@ -148,6 +149,7 @@ def _compile_all(
             if model is None:
                 emit(replace(about, stage="model"))
                 model = build_fake(config, fake_device(target))
+                weights = weights or read_weights(config, target, fake_device(target))
                 describe_model(model, scratch / "model.json")
                 seconds = time.perf_counter() - began
                 emit(replace(about, kind="stage", stage="model", seconds=seconds))
@@ -159,7 +161,7 @@ def _compile_all(
             gc.disable()
             entry = config.entries[job.entry]
             compiled: CompiledBucket = compile_bucket(
-                model, config, entry, job.bucket, target, on_stage, tuning
+                model, config, entry, job.bucket, target, on_stage, tuning, weights
             )
             earlier = programs.setdefault(job.entry, [])
             if not entry.role:

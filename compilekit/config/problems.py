@@ -15,7 +15,6 @@ from compilekit.config.rules import (
     DTYPE_ALIASES,
     FUNCTION,
     KEYS,
-    NOT_YET,
     RANGES,
     SCRIPT,
 )
@@ -153,9 +152,6 @@ def check_keys(file: File, table: Mapping[str, Any], place: KeyPath, keys: str) 
         if name in known:
             continue
         key = (*place, name)
-        if reason := NOT_YET.get(_dotted(key)):
-            file.report(key, f"not supported: {reason}")
-            continue
         nearest = nearest_name(name, known)
         elsewhere = [t for t, names in KEYS.items() if t and name in names]
         if not nearest and elsewhere:

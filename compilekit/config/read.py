@@ -36,6 +36,7 @@ from compilekit.config.records import (
     BuildConfig,
     CompileConfig,
     Config,
+    FreezeConfig,
     GatesConfig,
     ModelConfig,
     ServeConfig,
@@ -140,6 +141,7 @@ def _read_config(file: File, path: Path, data: Mapping[str, Any]) -> Config:
     axes = _read_axes(file, data)
     made = read_generate(file, data, build.routes, _sizes)
     entries = generate_entries() if made else {}
+    freeze = _read_freeze(file, data, build.routes)
     if "entries" in data or not made:
         entries |= read_entries(file, data, axes, build.routes)
     return Config(
@@ -149,10 +151,11 @@ def _read_config(file: File, path: Path, data: Mapping[str, Any]) -> Config:
         entries=entries,
         compile=_read_compile(file, data, build.routes),
         gates=_read_gates(file, data),
-        verify=_read_verify(file, data),
+        verify=_read_verify(file, data, freeze),
         build=build,
         serve=_read_serve(file, data),
         autotune=_read_autotune(file, data),
+        freeze=freeze,
     )
 
 
@@ -266,12 +269,32 @@ def _read_gates(file: File, data: Mapping[str, Any]) -> GatesConfig:
     )
 
 
-def _read_verify(file: File, data: Mapping[str, Any]) -> VerifyConfig:
+def _read_freeze(
+    file: File, data: Mapping[str, Any], routes: tuple[str, ...]
+) -> FreezeConfig:
+    table = read_table(file, data, ("freeze",), "freeze")
+    if "freeze" in data and "weights" not in table:
+        file.report(("freeze", "weights"), "missing; the weights that are folded in")
+    if "freeze" in data and "program" not in routes:
+        message = 'torch\'s caches hold no weights; it needs routes = ["program"]'
+        file.report(("freeze",), message)
+    return FreezeConfig(weights=read_text(file, table, ("freeze", "weights")))
+
+
+def _read_verify(
+    file: File, data: Mapping[str, Any], freeze: FreezeConfig
+) -> VerifyConfig:
     table = read_table(file, data, ("verify",), "verify")
+    weights = read_text(file, table, ("verify", "weights"), freeze.weights)
+    if freeze.weights and weights != freeze.weights:
+        message = (
+            "programs for the weights of [freeze] run with no others; leave it out"
+        )
+        file.report(("verify", "weights"), message)
     return VerifyConfig(
         atol=read_tolerance(file, table, ("verify", "atol")),
         rtol=read_tolerance(file, table, ("verify", "rtol")),
-        weights=read_text(file, table, ("verify", "weights")),
+        weights=weights,
     )
 
 

@@ -136,12 +136,13 @@ class GatesConfig:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyConfig:
-    """``[verify]``: tolerances against eager; ``weights`` = real ones, "" = random.
+    """``[verify]``: tolerances against eager, and on which weights.
 
     Attributes:
         atol: Absolute tolerance; None = by dtype.
         rtol: Relative tolerance; None = by dtype.
-        weights: Directory for ``from_pretrained``; empty = random, seeded.
+        weights: Directory for ``from_pretrained``; empty = those of ``[freeze]``, or
+            random ones, seeded.
     """
 
     atol: float | None = None
@@ -167,6 +168,17 @@ class AutotuneConfig:
     """
 
     source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FreezeConfig:
+    """``[freeze]``: weights that are folded into the programs, which then need them.
+
+    Attributes:
+        weights: As in `VerifyConfig`; empty = nothing is folded.
+    """
+
+    weights: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,3 +216,4 @@ class Config:
     build: BuildConfig = BuildConfig()
     serve: ServeConfig = ServeConfig()
     autotune: AutotuneConfig = AutotuneConfig()
+    freeze: FreezeConfig = FreezeConfig()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 KEYS: Mapping[str, tuple[str, ...]] = {
     "": (
         *("model", "axes", "entries", "generate", "compile", "gates", "verify"),
-        *("build", "serve", "autotune"),
+        *("build", "serve", "autotune", "freeze"),
     ),
     "model": ("source", "dtype", "class", "config"),
     "entries.*": (
@@ -24,12 +24,8 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "verify": ("atol", "rtol", "weights"),
     "build": ("targets", "routes", "jobs"),
     "autotune": ("from",),
+    "freeze": ("weights",),
     "serve": ("on_uncovered", "over_length", "cuda_graphs"),
-}
-
-# Planned tables and keys, refused with the reason instead of "unknown".
-NOT_YET: Mapping[str, str] = {
-    "freeze": "this version can't fold weights into a program",
 }
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -91,7 +87,7 @@ FORCED_OPTIONS: Mapping[str, str] = {
     "cpp.threads": "set [compile] threads instead (0 = any count)",
     "cpp.vec_isa_ok": "the target fixes the instruction set; set [build] targets",
     "cpp_wrapper": "a program keeps Inductor's Python output code",
-    "freezing": "torch ignores it without a word when it's given as an option",
+    "freezing": "set [freeze] weights instead; torch ignores the option",
     "fx_graph_cache": "a program doesn't come from a cache",
     "fx_wrapper": "a program keeps Inductor's Python output code",
     "fallback_random": "random numbers are eager's, so that a seed means the same",

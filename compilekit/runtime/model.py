@@ -22,6 +22,7 @@ from compilekit._torch.runtime import (
 from compilekit.artifact.program import Entry, Parameter, Read, TensorSpec
 from compilekit.errors import Mismatch
 from compilekit.runtime.code import find_functions, function_digest
+from compilekit.runtime.frozen import frozen_mismatches
 
 MISSING = object()
 SCALARS = (type(None), bool, int, float, str)
@@ -74,8 +75,9 @@ def model_mismatches(
     """Everything in which a live model differs from the one that was compiled.
 
     Covers its class, the method's signature, the metadata of every tensor that a graph
-    reads, tied weights, Python values that capture depended on, traced functions,
-    custom operators, hooks, replaced methods, training mode and ambient state.
+    reads, the values of frozen ones, tied weights, Python values that capture depended
+    on, traced functions, custom operators, hooks, replaced methods, training mode and
+    ambient state.
     """
     tensors = {path: view.get(path) for path in entry.tensors}
     return (
@@ -83,6 +85,7 @@ def model_mismatches(
         *_signature(view.model, entry),
         *_tensors(tensors, entry),
         *_aliases(tensors, view, entry),
+        *frozen_mismatches(tensors, entry.frozen),
         *_reads(view, entry),
         *_code(entry),
         *_custom_ops(entry),

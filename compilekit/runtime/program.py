@@ -20,7 +20,7 @@ from compilekit._torch.runtime import (
     tensor_pointer_address,
 )
 from compilekit.artifact import Artifact
-from compilekit.artifact.program import Program
+from compilekit.artifact.program import Constant, Program
 from compilekit.errors import AttachError
 from compilekit.runtime.cuda import kernel_launcher
 from compilekit.runtime.kernelfile import kernel_file
@@ -29,8 +29,9 @@ Call = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 Kernel = Callable[..., None]
 _CPU = torch.device("cpu")
 
-# By digest: programs, buckets and artifacts share them. An extension module can't be
-# unloaded, so kernels stay; constants go with the last program that uses them.
+# By digest, constants by device too: programs, buckets and artifacts share them. An
+# extension module can't be unloaded, so kernels stay; constants go with the last
+# program that uses them.
 _kernels: dict[str, Kernel] = {}
 _constants: weakref.WeakValueDictionary[str, torch.Tensor] = (
     weakref.WeakValueDictionary()
@@ -57,8 +58,8 @@ def load_program(
             kernels = {name: kernel.digest for name, kernel in program.kernels.items()}
             _load_kernels(artifact, kernels.values())
             names.update((name, _kernels[digest]) for name, digest in kernels.items())
-        for name, (digest, key) in program.constants.items():
-            names[name] = _constant(artifact, digest, key).to(device)
+        for name, constant in program.constants.items():
+            names[name] = _constant(artifact, constant, device)
     place = f"programs/{program.target}/{program.entry}/{program.bucket}"
     exec(_host_code(artifact, place), names)
     call: Call = names["call"]
@@ -139,11 +140,18 @@ def _load(artifact: Artifact, digest: str) -> Kernel:
     return function
 
 
-def _constant(artifact: Artifact, digest: str, key: str) -> torch.Tensor:
-    tensor: torch.Tensor | None = _constants.get(f"{digest}:{key}")
+def _constant(
+    artifact: Artifact, constant: Constant, device: torch.device
+) -> torch.Tensor:
+    place = f"{constant} {device}"
+    tensor: torch.Tensor | None = _constants.get(place)
     if tensor is None:
         from safetensors.torch import load
 
-        tensor = load(artifact.read(f"constants/{digest}.safetensors"))[key]
-        _constants[f"{digest}:{key}"] = tensor
+        data = artifact.read(f"constants/{constant.digest}.safetensors")
+        tensor = load(data)[constant.key].to(device)
+        order = constant.order
+        if order:
+            tensor = tensor.permute([order.index(d) for d in range(len(order))])
+        _constants[place] = tensor
     return tensor

@@ -14,6 +14,7 @@ from compilekit._torch.runtime import (
     global_forward_hooks,
     registries,
     tensor_guard,
+    write_counts,
 )
 from compilekit.artifact.program import Entry
 from compilekit.runtime.model import ModelView
@@ -28,7 +29,7 @@ class Watch:
     of every module (training flags and replaced methods among them) and of every
     object whose attributes the graphs read, at the classes of modules, at forward hooks
     and at the metadata of every tensor that a program reads. Values of tensors may
-    change, and so may what lies in lists.
+    change, except those that were folded into a program, and so may what lies in lists.
 
     A watch is made and guarded before the model is compared with its entry: what
     changes in between is noticed at the next call.
@@ -49,6 +50,15 @@ class Watch:
             isinstance(tensor, torch.Tensor) and tensor.requires_grad
             for tensor in self.tensors
         )
+        # Inference tensors don't count what is written to them.
+        self._frozen = [
+            tensor
+            for path, tensor in zip(entry.tensors, self.tensors, strict=True)
+            if path in entry.frozen
+            and isinstance(tensor, torch.Tensor)
+            and not tensor.is_inference()
+        ]
+        self._writes = write_counts(self._frozen)
         held = {id(value) for each in self._dicts for value in each.values()}
         self._unheld = tuple(
             (tensor, view.model, paths.parse(path))
@@ -96,6 +106,7 @@ class Watch:
             self._words.changed()
             or not self._guards[torch.is_inference_mode_enabled()](*self.tensors)
             or any(_moved(*item) for item in self._unheld)
+            or write_counts(self._frozen) != self._writes
         )
 
 
