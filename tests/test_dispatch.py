@@ -26,6 +26,7 @@ from torch import nn
 import compilekit
 from compilekit._torch.runtime import same_layout
 from compilekit.errors import CallRefusedError, MismatchError, NoBucketError
+from compilekit.runtime.arguments import ExactCalls
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -176,6 +177,23 @@ def test_every_way_to_a_bucket(
         for found in (model.rows(y, x), model.rows(y, x=x), model.rows(x=x, y=y)):
             torch.testing.assert_close(found, expected)
             assert found.is_inference() == inside
+
+
+def test_the_short_way_takes_what_was_built_in(attached: Attached) -> None:
+    """Passed or left out; any other value is for the checks of the long way."""
+    dispatcher = attached("rows").__dict__["rows"]
+    dispatcher.arguments.fixed = {"flag": True}
+    specs = {sizes: b.specs for sizes, b in dispatcher.by_sizes.items()}
+    match = ExactCalls(dispatcher.arguments, specs).match
+    call = {"x": torch.randn(4, 8), "y": torch.randn(4)}
+    with torch.no_grad():
+        for given in (call, call | {"flag": True}):
+            found = match((), given)
+            assert found is not None
+            assert found[0] == given
+        for other in ({"flag": False}, {"flag": 1}, {"more": True}):
+            assert match((), call | other) is None
+        assert match((), {"x": call["x"], "flag": True}) is None
 
 
 def test_axes_must_agree(attached: Attached) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class Arguments:
             p.name for p in entry.signature if p.kind == "positional"
         )
         self._names = frozenset(argument.name for argument in self.tensors)
-        self._fixed = dict(entry.fixed)
+        self.fixed = dict(entry.fixed)
         self._defaults = {
             p.name: p.default
             for p in inspect.signature(method).parameters.values()
@@ -118,8 +118,8 @@ class Arguments:
 
     def _check_extra(self, name: str, value: Any) -> None:
         """An argument that isn't an input must be what was baked in, or the default."""
-        if name in self._fixed:
-            expected, what = self._fixed[name], "was built with"
+        if name in self.fixed:
+            expected, what = self.fixed[name], "was built with"
         elif name in self._defaults:
             expected, what = self._defaults[name], "was built with the default,"
         else:
@@ -319,8 +319,9 @@ class ExactCalls:
     """Recognises calls that pass a bucket's very tensors, by one check in C++.
 
     Most calls of a server that pads by itself are of this kind, and for them it takes
-    the place of every check of `Arguments`: no other argument, the right type, dtype,
-    shape, stride, device, no gradient wanted, memory of its own.
+    the place of every check of `Arguments`: no other argument but all of those that
+    were built in, the right type, dtype, shape, stride, device, no gradient wanted,
+    memory of its own.
 
     Args:
         arguments: The entry's.
@@ -336,6 +337,9 @@ class ExactCalls:
         self._names = tuple(argument.name for argument in arguments.tensors)
         self._positional = arguments.positional
         self._keys = frozenset(self._names) if not nested else frozenset()
+        fixed = arguments.fixed
+        self._fixed = tuple(fixed.items()) if _are_names(fixed) else ()
+        self._all_keys = self._keys.union(name for name, _ in self._fixed)
         self._buckets = {
             tuple(spec.shape for spec in each): (sizes, _guards(each, arguments.device))
             for sizes, each in specs.items()
@@ -350,7 +354,11 @@ class ExactCalls:
             if kwargs or len(args) > len(self._positional):
                 return None
             kwargs = dict(zip(self._positional, args, strict=False))
-        if kwargs.keys() != self._keys:
+        if kwargs.keys() != self._keys and (
+            kwargs.keys() != self._all_keys
+            # True, False and None; an equal number may be another object.
+            or any(kwargs[name] is not value for name, value in self._fixed)
+        ):
             return None
         tensors = [kwargs[name] for name in self._names]
         try:
@@ -365,6 +373,11 @@ class ExactCalls:
             if guard(*tensors):
                 return kwargs, tensors, sizes
         return None
+
+
+def _are_names(argument_paths: Iterable[str]) -> bool:
+    """Whether every path is an argument itself, with nothing below it."""
+    return all(len(paths.parse(path)) == 1 for path in argument_paths)
 
 
 def _guards(
