@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from compilekit import config as configuration
 from compilekit import errors
 from compilekit.cli import run
 from compilekit.cli.build import failures
@@ -544,19 +545,29 @@ def test_verify_shows_each_replay(
     )
 
     def verify(
-        artifact: Path, *, weights: str | None, threads: tuple[int, ...], on_event: Any
+        artifact: Path,
+        *,
+        config: configuration.Config | None,
+        weights: str | None,
+        threads: tuple[int, ...],
+        on_event: Any,
     ) -> VerifyResult:
         assert (weights, threads) == (str(tmp_path / "weights"), (1, 4))
+        assert config is not None
+        assert config.path == path
         event = VerifyEvent("started", "cpu-x86_64-v3", "forward", "b1_s32", 4, 0, 1, 1)
         on_event(event)
         on_event(dataclasses.replace(event, kind="finished", result=replay))
         return VerifyResult((replay,), Path("a.verified.json"), DIGEST, 1.0)
 
+    path = tmp_path / "compilekit.toml"
+    path.write_text(CONFIG)
     stand_in(monkeypatch, "compilekit.compiler.verify", verify=verify)
     # A path of the command line counts from here, not from the configuration.
     (tmp_path / "weights").mkdir()
     monkeypatch.chdir(tmp_path)
-    line: tuple[Any, ...] = ("verify", GOLDEN, "--weights", "weights")
+    line: tuple[Any, ...] = ("verify", GOLDEN, "--config", path)
+    line += ("--weights", "weights")
     line += ("--threads", "1", "--threads", "4")
     code, out, err = command(*line)
     assert code == (0 if passed else errors.VerifyError.exit_code)
@@ -730,8 +741,11 @@ def test_load_takes_requirements_from_the_environment(
         (["--require", "programs"], (), 2),
         (["--on-uncovered", "retry"], (), 2),
         (["--expect-digest", DIGEST], (), 5),
+        # What a variable that isn't set leaves must not demand nothing.
+        (["--expect-digest", ""], (), 2),
+        (["--expect-digest", DIGEST[:12]], (), 2),
     ],
-    ids=["mismatch", "policy", "require", "uncovered", "digest"],
+    ids=["mismatch", "policy", "require", "uncovered", "digest", "empty", "short"],
 )
 def test_load_refuses(
     arguments: list[str],

@@ -98,7 +98,7 @@ SURFACE = {
         "--require-signature",
         "--min-serial",
     ],
-    "verify": ["ARTIFACT", "--weights", "--threads"],
+    "verify": ["ARTIFACT", "--config", "--weights", "--threads"],
     "verify-signature": ["ARTIFACT", "--key", "--min-serial"],
 }
 

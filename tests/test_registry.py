@@ -98,6 +98,28 @@ def test_a_pull_takes_one_layer(
     assert [p.name for p in out.parent.iterdir()] == ["artifact"]
 
 
+@pytest.mark.parametrize("name", ["Team/model:1", "team//model:1", "team/model:a b"])
+def test_a_name_that_no_registry_takes(name: str, tmp_path: Path) -> None:
+    """Refused before anything is sent: a registry would answer with a page of text."""
+    with pytest.raises(ConfigError, match=r"expected registry/repository:tag"):
+        registry.pull(f"127.0.0.1:1/{name}", tmp_path / "out", insecure=True)
+
+
+def test_an_image_is_no_artifact(store: Store, both: Artifact, tmp_path: Path) -> None:
+    """What push --mcv made is for other tools, and pull says so."""
+    reference = f"{store.address}/team/carried:1"
+    carrier.push_carrier(both, reference, target=V4, insecure=True)
+    with pytest.raises(ManifestError, match="found another kind: artifactType None"):
+        registry.pull(reference, tmp_path / "out", insecure=True)
+
+
+def test_a_serial_without_a_signature(store: Store, both: Artifact) -> None:
+    """It would be in nothing that was pushed."""
+    name = f"{store.address}/team/model:1"
+    assert run(["push", str(both.root), name, "--insecure", "--serial", "4"]) == 2
+    assert not store.manifests
+
+
 def test_the_best_target_is_chosen(
     pushed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -123,7 +123,9 @@ def _written(parts: Parts, output: Path, sources: list[Artifact]) -> Report:
         ("before", Size(before)),
     )
     # Records are about a digest, and this is another one.
-    return Report(result, (Facts(facts),), next=f"compilekit verify {output}")
+    return Report(
+        result, (Facts(facts),), next=f"compilekit verify {output} --config CONFIG"
+    )
 
 
 def _shown(value: object) -> str | None:

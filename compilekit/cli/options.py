@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,6 +167,7 @@ def trust_options(function: F) -> F:
         ),
         click.option(
             "--expect-digest",
+            callback=_check_digest,
             envvar="COMPILEKIT_EXPECT_DIGEST",
             metavar="SHA256",
             help="Refuse every artifact but the one with this digest.",
@@ -173,6 +175,18 @@ def trust_options(function: F) -> F:
     ):
         function = option(function)
     return function
+
+
+def _check_digest(
+    _: click.Context, __: click.Parameter, value: str | None
+) -> str | None:
+    # An unset shell variable leaves "", which must not demand nothing.
+    if value is None or re.fullmatch("[0-9a-f]{64}", value):
+        return value
+    raise click.BadParameter(
+        "expected 64 hexadecimal digits, as `compilekit inspect` shows them, found"
+        f" {value!r}."
+    )
 
 
 def command_name(context: click.Context) -> str:

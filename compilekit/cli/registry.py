@@ -27,7 +27,6 @@ _INSECURE = "Speak HTTP, to a registry without TLS."
 @click.option(
     "--serial",
     type=click.IntRange(0, 2**63 - 1),
-    default=0,
     metavar="N",
     help="The signatures' serial; rises with each release.",
 )
@@ -42,7 +41,7 @@ def push(
     artifact: Path,
     reference: str,
     key: Path | None,
-    serial: int,
+    serial: int | None,
     insecure: bool,
     mcv: bool,
     target: str | None,
@@ -58,8 +57,10 @@ def push(
         from compilekit.trust import signature
 
         if key is not None:
-            signature.sign(part, key, serial)
+            signature.sign(part, key, serial or 0)
 
+    if serial is not None and key is None:
+        raise ConfigError("--serial: expected --key too; only a signature has one")
     if target and not mcv:
         raise ConfigError("--target: expected --mcv too; a push takes every target")
     opened = open_artifact(artifact).parse_all()

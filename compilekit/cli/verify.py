@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import Command, artifact_argument, weights_option
+from compilekit.cli.options import PATH, Command, artifact_argument, weights_option
 from compilekit.console import Block, Console, Difference, Facts, Mark, Report, Table
 from compilekit.errors import VerifyError
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, example="compilekit verify artifact")
 @artifact_argument
+@click.option(
+    "--config",
+    type=PATH,
+    metavar="CONFIG",
+    help="What ARTIFACT was built from; prune, merge and pull keep no copy of it.",
+)
 @weights_option("Weights for the comparison, instead of those of the configuration.")
 @click.option(
     "--threads",
@@ -27,7 +33,11 @@ if TYPE_CHECKING:
 )
 @click.pass_obj
 def verify(
-    console: Console, artifact: Path, weights: str | None, threads: tuple[int, ...]
+    console: Console,
+    artifact: Path,
+    config: Path | None,
+    weights: str | None,
+    threads: tuple[int, ...],
 ) -> Report:
     """Replay every bucket of ARTIFACT afresh and compare it with eager.
 
@@ -35,15 +45,19 @@ def verify(
     What was verified is written beside
     the artifact, for --require verified. Exit code 8 if a bucket fails.
     """
+    from compilekit import config as configuration
     from compilekit.artifact import open_artifact
 
     opened = open_artifact(artifact)
+    given = configuration.load(config) if config else None
     from compilekit.cli.progress import VerifyProgress, labeller
     from compilekit.compiler.verify import verify as replay
 
     label = labeller(len(opened.manifest.targets), len(opened.manifest.entries))
     with VerifyProgress(console, label) as progress:
-        result = replay(artifact, weights=weights, threads=threads, on_event=progress)
+        result = replay(
+            artifact, config=given, weights=weights, threads=threads, on_event=progress
+        )
     return report(artifact, result)
 
 

@@ -149,6 +149,9 @@ def pull(
     """
     remote = Remote(reference, insecure)
     manifest = remote.manifest()
+    if (kind := manifest.get("artifactType")) != ARTIFACT_TYPE:
+        what = f"found another kind: artifactType {kind!r}"
+        raise no_artifact(reference, what)
     try:
         layers = {
             one["annotations"][TARGET]: one

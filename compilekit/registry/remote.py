@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -26,6 +27,10 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 AGAIN = "Nothing of it was used. Pull again, or push the artifact again."
 
 _MAX_MANIFEST = 4 << 20
+# OCI's distribution specification: registries answer anything else with pages of text.
+_PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_REPOSITORY = re.compile(rf"{_PART}(?:/{_PART})*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 # What is lost of a connection that breaks off, at most.
 _CHUNK = 1 << 16
 _PARTIAL = 206
@@ -54,6 +59,19 @@ class Remote:
             raise ConfigError(
                 f"{reference}: expected registry/repository:tag: {exc}"
             ) from exc
+        host, name = self._place.registry, self._place.api_prefix
+        tag = self._place.tag
+        if not (
+            # oras leaves out what it can't read, and asks docker.io for the rest.
+            reference.startswith(f"{host}/{name}")
+            and _REPOSITORY.fullmatch(name)
+            and (not tag or _TAG.fullmatch(tag))
+        ):
+            raise ConfigError(
+                f"{reference}: expected registry/repository:tag, the repository in"
+                f" lower case, found registry {host!r}, repository {name!r}, tag"
+                f" {tag!r}"
+            )
         self._client.auth.load_configs(self._place)
         for scheme in ("http://", "https://"):
             self._client.session.mount(scheme, _adapter())
@@ -205,8 +223,9 @@ def _other(what: str, expected: str, found: str) -> ArtifactError:
     )
 
 
-def no_artifact(reference: str, exc: Exception) -> ManifestError:
+def no_artifact(reference: str, found: Exception | str) -> ManifestError:
     return ManifestError(
-        f"{reference}: expected a manifest that `compilekit push` wrote: {exc!r}",
+        f"{reference}: expected a manifest that `compilekit push` wrote for pulling:"
+        f" {found if isinstance(found, str) else repr(found)}",
         hint=AGAIN,
     )

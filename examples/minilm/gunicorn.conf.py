@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 bind = "0.0.0.0:8000"
@@ -15,5 +16,9 @@ control_socket_disable = True
 def post_worker_init(worker: Any) -> None:
     """Before its first request, in the worker: threads are made after the fork."""
     import serve
+    import torch
 
-    serve.warm_up()
+    # Its share of the cores: threads of two workers on one core wait for each other.
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+    # SIGTERM only marks the worker: it ends after the bucket that it's at.
+    serve.warm_up(lambda: worker.alive)

@@ -43,7 +43,7 @@ receipt = compilekit.attach(model, artifact)
 ready = False
 
 
-def warm_up() -> None:
+def warm_up(wanted: Callable[[], bool] = lambda: True) -> None:
     """Answer once in every bucket, the largest first: if memory lacks, it shows now."""
     global ready
     buckets = artifact.manifest.entries["forward"].buckets
@@ -52,6 +52,8 @@ def warm_up() -> None:
     )
     with torch.inference_mode():
         for b, s in sizes:
+            if not wanted():
+                return
             model(input_ids=torch.zeros(b, s, dtype=torch.int64))
     receipt.finish()
     ready = True
