@@ -23,6 +23,7 @@ import pytest
 import torch
 
 import compilekit
+from compilekit._torch.versions import installed_torch
 from compilekit.artifact import archive, open_artifact
 from compilekit.artifact.program import KernelRef
 from compilekit.artifact.verification import read_verification
@@ -344,7 +345,7 @@ import torch
 
 @torch.compile
 def solve(a):
-    return torch.linalg.cholesky(a) + 1
+    return torch.cond(a.sum() > 0, lambda x: x + 1, lambda x: x - 1, (a,))
 
 def warmup(axes):
     solve(torch.eye(axes["n"]))
@@ -401,6 +402,11 @@ def test_a_tensor_subclass_on_the_second_start(tmp_path: Path) -> None:
     (tmp_path / "compilekit.toml").write_text(QUANTISED)
     config = configuration.load(tmp_path / "compilekit.toml")
     result = build(config, tmp_path / "artifact")
+    if installed_torch().version.startswith("2.11."):
+        # It prints the tensor while it compiles, and fails at that without us as well.
+        assert "backend='inductor' raised" in result.buckets[0].error
+        assert result.artifact is None
+        return
     assert result.exit_code == 0, result.buckets
     record, _ = read_verification(open_artifact(tmp_path / "artifact"))
     assert record is not None

@@ -16,7 +16,7 @@ from compilekit import config as configuration
 from compilekit import targets
 from compilekit.artifact import Artifact, open_artifact
 from compilekit.compiler.build import build
-from compilekit.errors import MismatchError
+from compilekit.errors import ConfigError, MismatchError
 from compilekit.results import BuildResult
 from compilekit.runtime.check import check, choose_target
 
@@ -89,6 +89,26 @@ def test_the_best_level_that_fits_is_chosen(
         monkeypatch.setattr(targets, "cpu_flags", lambda flags=flags: flags)
         assert choose_target(artifact) == target
         assert check(artifact) == ()
+
+
+def test_a_target_that_is_asked_for_runs(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lower level wherever it fits; never one whose code doesn't run here."""
+    model = live_model()
+    with torch.inference_mode():
+        expected = model(**call(4, 64))
+        receipt = compilekit.attach(model, artifact, target=V3)
+        found = model(**call(4, 64))
+    assert receipt.target == V3
+    receipt.detach()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-3, rtol=1e-4)
+    with pytest.raises(ConfigError, match=f"expected one of {V3}, {V4}, found v3"):
+        compilekit.attach(model, artifact, target="v3")
+    monkeypatch.setattr(targets, "cpu_flags", lambda: LEVEL_3)
+    with pytest.raises(MismatchError, match=f"target {V4} .* doesn't run here"):
+        compilekit.attach(model, artifact, target=V4)
 
 
 def test_it_runs_where_its_lower_level_fits(

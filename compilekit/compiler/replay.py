@@ -75,7 +75,12 @@ def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:
     spawned.clear()
     frames = compiled_frames()
     receipt = attach(
-        model, artifact, entry=entry.name, require="program", on_uncovered="error"
+        model,
+        artifact,
+        entry=entry.name,
+        require="program",
+        on_uncovered="error",
+        target=spec["target"],
     )
     if entry.role:
         from compilekit.compiler.generate_replay import step_check

@@ -31,7 +31,13 @@ from compilekit.errors import ConfigError, MismatchError, NeedsDeviceError
 from compilekit.events import OnVerifyEvent, VerifyEvent, ignore
 from compilekit.plan import Bucket
 from compilekit.results import BucketVerified, VerifyResult
-from compilekit.runtime.check import check, choose_target, describe_machine, refuse
+from compilekit.runtime.check import (
+    check,
+    choose_target,
+    describe_machine,
+    fitting_targets,
+    refuse,
+)
 
 # Route → the process that replays a bucket of it.
 _REPLAYS = {"program": "replay", "cache": "cache_replay"}
@@ -62,7 +68,7 @@ def verify(
     began = time.perf_counter()
     artifact = open_artifact(path)
     refuse(f"artifact {artifact.root} can't be verified here", check(artifact))
-    chosen = _chosen_targets(artifact)
+    here = _targets_here(artifact)
     cpus = os.cpu_count() or 1
     rows: dict[str, list[BucketVerified]] = {}
     with tempfile.TemporaryDirectory(prefix="compilekit-verify-") as folder:
@@ -73,18 +79,20 @@ def verify(
         }
         work = [
             _Work(target, _REPLAYS[route], name, bucket)
-            for target in chosen.values()
+            for target, kind in here.items()
             for route in artifact.manifest.routes
+            # A start takes the caches of the best target, and no others.
+            if route == "program" or target == choose_target(artifact, kind)
             for name, entry in artifact.manifest.entries.items()
             for bucket in entry.buckets
         ]
-        for kind, target in chosen.items():
+        for target, kind in here.items():
             # On a GPU the number of CPU threads changes nothing, and two models at once
             # might not fit.
             on_gpu = kind == "cuda"
             counts = threads or ((1,) if on_gpu else tuple(sorted({1, cpus, 4 * cpus})))
             at_once = 1 if on_gpu else jobs or max(1, cpus // 2)
-            spec = {**base, "threads": counts, "device": kind}
+            spec = {**base, "threads": counts, "device": kind, "target": target}
 
             def replay(
                 item: tuple[int, _Work], spec: dict[str, Any] = spec
@@ -101,7 +109,7 @@ def verify(
         artifact,
         {
             target: TargetVerified(describe_machine(kind), tuple(rows[target]))
-            for kind, target in chosen.items()
+            for target, kind in here.items()
         },
     )
     return VerifyResult(result, record, artifact.digest, time.perf_counter() - began)
@@ -116,21 +124,23 @@ class _Work(NamedTuple):
     bucket: Bucket
 
 
-def _chosen_targets(artifact: Artifact) -> dict[str, str]:
-    """Device type → the target whose code runs on it, for all that are here.
+def _targets_here(artifact: Artifact) -> dict[str, str]:
+    """Target → device type, of all that are replayed here: CPU levels, the GPU's own.
 
     Raises:
         MismatchError: none runs here.
     """
     kinds = {one["kind"]: None for one in artifact.manifest.targets.values()}
-    chosen = {}
+    here: dict[str, str] = {}
     for kind in kinds:
         try:
-            chosen[kind] = choose_target(artifact, kind)
+            fitting = fitting_targets(artifact, kind)
         except MismatchError:
             if len(kinds) == 1:
                 raise
-    return chosen
+            continue
+        here |= dict.fromkeys(fitting if kind == "cpu" else fitting[:1], kind)
+    return here
 
 
 def _configuration(

@@ -36,7 +36,12 @@ from compilekit.errors import (
     MismatchError,
     PolicyError,
 )
-from compilekit.runtime.check import check_device, choose_target, refuse
+from compilekit.runtime.check import (
+    check_device,
+    choose_target,
+    demand_target,
+    refuse,
+)
 from compilekit.runtime.dispatch import Dispatcher
 from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
 from compilekit.runtime.program import Call, lazy_program, load_program
@@ -61,6 +66,7 @@ def attach(
     require: str | Iterable[str] | None = None,
     on_uncovered: str | None = None,
     device: str | torch.device | None = None,
+    target: str | None = None,
     loading: str | None = None,
 ) -> Receipt:
     """Make a model run compiled programs, with nothing left to compile.
@@ -76,6 +82,7 @@ def attach(
             ``"eager"`` (the model's own method) or ``"jit"`` (``torch.compile``);
             ``COMPILEKIT_ON_UNCOVERED``, then the artifact's own setting by default.
         device: Where the programs run; where the model is, by default.
+        target: Whose code runs; the best that fits this machine, by default.
         loading: ``"eager"`` (every bucket's code and kernels now) or ``"lazy"`` (at a
             bucket's first call); ``COMPILEKIT_LOADING``, then eager by default.
     Returns:
@@ -109,7 +116,15 @@ def attach(
         clock.lap("open")
         try:
             return _attach(
-                model, opened, entry, required, on_uncovered, device, load, clock
+                model,
+                opened,
+                entry,
+                required,
+                on_uncovered,
+                device,
+                target,
+                load,
+                clock,
             )
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
             # If it was a malformed file, this names it and the place.
@@ -127,6 +142,7 @@ def _attach(
     required: tuple[str, ...],
     on_uncovered: str | None,
     device: str | torch.device | None,
+    wanted: str | None,
     load: Callable[[Artifact, Program, torch.device], Call],
     clock: _Clock,
 ) -> Receipt:
@@ -134,7 +150,11 @@ def _attach(
     gpu = place if place.type == "cuda" else None
     found = check_device(opened, gpu, libraries=False)
     warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
-    target = choose_target(opened, place.type, gpu)
+    target = (
+        choose_target(opened, place.type, gpu)
+        if wanted is None
+        else demand_target(opened, wanted, place.type, gpu)
+    )
     policies = _policies(on_uncovered, opened)
     check_requirements(required, opened, target)
     entries = _entries(opened, target, entry, model)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from compilekit import targets
 from compilekit._torch.versions import minor
 from compilekit.artifact import Artifact, open_artifact
-from compilekit.errors import Mismatch, MismatchError
+from compilekit.errors import ConfigError, Mismatch, MismatchError
 
 if TYPE_CHECKING:
     import torch
@@ -236,6 +236,13 @@ def choose_target(
     Raises:
         MismatchError: none fits.
     """
+    return fitting_targets(artifact, kind, device)[0]
+
+
+def fitting_targets(
+    artifact: Artifact, kind: str = "", device: torch.device | None = None
+) -> list[str]:
+    """Every target whose code runs here, the best first; see `choose_target`."""
     found = _by_target(artifact, False, device)
     described = artifact.manifest.targets
     fitting = [
@@ -250,7 +257,7 @@ def choose_target(
         raise MismatchError(
             f"artifact {artifact.root} has no code for this machine", mismatches
         )
-    return min(
+    return sorted(
         fitting,
         key=lambda name: (
             described[name]["kind"] == "cpu",
@@ -258,6 +265,26 @@ def choose_target(
             -len(described[name]["features"]),
         ),
     )
+
+
+def demand_target(
+    artifact: Artifact, name: str, kind: str, device: torch.device | None
+) -> str:
+    """A target that was asked for by name.
+
+    Raises:
+        ConfigError: the artifact has no such target.
+        MismatchError: its code doesn't run here, or not where the model is.
+    """
+    described = artifact.manifest.targets
+    if name not in described:
+        known = ", ".join(described)
+        raise ConfigError(f"target: expected one of {known}, found {name}")
+    mismatches = tuple(_by_target(artifact, False, device)[name])
+    if described[name]["kind"] != kind:
+        mismatches = (_wrong_kind(artifact, kind),)
+    refuse(f"target {name} of artifact {artifact.root} doesn't run here", mismatches)
+    return name
 
 
 def _wrong_kind(artifact: Artifact, kind: str) -> Mismatch:

@@ -292,7 +292,13 @@ def _serve(
         variants = installed.get(code)
         if variants:
             reasons = package_install.why_not(variants, frame_locals)
-            why = f"no stored variant fits: {' | '.join(dict.fromkeys(reasons))}"
+            # Guards on torch's state say what changed, and not from what to what.
+            others = [
+                f"; {one.factor} was {one.artifact}, is {one.here}"
+                for one in cache_mismatches(cache)
+            ]
+            found = " | ".join(dict.fromkeys(reasons))
+            why = f"no stored variant fits: {found}{''.join(others)}"
         else:
             why = "; ".join(refused.values()) or (
                 "no package holds it (was torch.compile called before restore?)"
