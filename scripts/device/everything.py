@@ -1,8 +1,10 @@
 """On a GPU: what docs/gpu.md quotes, in one call; what is finished is kept.
 
     python scripts/device/everything.py OUT [--seconds 420] [--only NAMES]
+        [--artifacts DIR]
 
-What is built without a GPU is built here, where it can't be seen. The checks run side
+What is built without a GPU is built here, where it can't be seen, but for what lies in
+DIR already (``all/NAME`` of each configuration here, ``example``). The checks run side
 by side, beside what the peers' table prepares; then its processes run alone, and after
 them those of measure.py. A section that takes too long is ended, and the rest is still
 run. OUT gets each section's own file and ``sections.json``: when each ran, how it ended,
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=420.0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--artifacts", type=Path)
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     began = time.monotonic()
@@ -67,7 +70,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         chosen = [
             section
-            for section in sections(out, Path(folder))
+            for section in sections(
+                out, Path(folder), (arguments.artifacts or Path(folder)).resolve()
+            )
             if not arguments.only or section.name in arguments.only.split(",")
         ]
         together = [section for section in chosen if not section.alone]
@@ -79,10 +84,10 @@ def main() -> None:
     sys.exit(any(one["code"] for one in done.values()))
 
 
-def sections(out: Path, folder: Path) -> list[Section]:
+def sections(out: Path, folder: Path, artifacts: Path) -> list[Section]:
     """Everything that is run."""
     python, compilekit = sys.executable, [sys.executable, "-m", "compilekit"]
-    plain, example, artifacts = (folder / n for n in ("targets", "example", "all"))
+    plain, example, every = folder / "targets", artifacts / "example", artifacts / "all"
     several = [
         word
         for name in ("nvidia-a100", "nvidia-h200", "nvidia-b200")
@@ -91,6 +96,9 @@ def sections(out: Path, folder: Path) -> list[Section]:
     start = [HERE / "start.py", plain]
     hidden = ["env", "CUDA_VISIBLE_DEVICES="]
     build = [*hidden, *compilekit, "build", "--no-verify"]
+    make_example = [*build, EXAMPLE / "compilekit.toml", "-o", example]
+    compare = [python, HERE / "compare.py", every, "--jobs", "4"]
+    compare += ["--out", out / "compare.json"]
     return [
         Section(
             "peers",
@@ -105,13 +113,11 @@ def sections(out: Path, folder: Path) -> list[Section]:
         Section(
             "parity",
             [
-                [python, HERE / "parity.py", artifacts, "--out", out / "parity.json"],
-                [
-                    *(python, HERE / "compare.py", artifacts, "combined"),
-                    *("--out", out / "compare.json"),
-                ],
+                [python, HERE / "parity.py", every, "--out", out / "parity.json"],
+                *([] if every.exists() else [compare]),
             ],
         ),
+        *([Section("compare", [compare])] if every.exists() else []),
         Section(
             "targets",
             [
@@ -124,7 +130,7 @@ def sections(out: Path, folder: Path) -> list[Section]:
         Section(
             "verify",
             [
-                [*build, EXAMPLE / "compilekit.toml", "-o", example],
+                *([] if example.exists() else [make_example]),
                 [*compilekit, "verify", example],
             ],
             EXAMPLE,
