@@ -182,6 +182,9 @@ def call_misaligned(model: Any, state: Any, kwargs: Any, expected: Any) -> str:
 
     shifted = {}
     for name, tensor in kwargs.items():
+        if not isinstance(tensor, torch.Tensor):
+            shifted[name] = tensor
+            continue
         room = tensor.new_empty(tensor.numel() + 1)[1:].view(tensor.shape)
         shifted[name] = room.copy_(tensor)
     model.load_state_dict(state)
