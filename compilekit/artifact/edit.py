@@ -137,7 +137,7 @@ def merge(artifacts: Sequence[Artifact]) -> Parts:
                 if path not in files:
                     what = f"{place} {name} {bucket.name}"
                     found[
-                        _contradiction(what, "every target has every bucket", "none")
+                        _contradiction(what, "a program, as every target has", "none")
                     ] = None
     if found:
         raise MismatchError("these artifacts don't make one", tuple(found))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import PATH, Command, config_argument
+from compilekit.cli.options import PATH, Command, config_argument, quoted
 from compilekit.console import (
     Block,
     Console,
@@ -177,8 +177,8 @@ def next_command(result: BuildResult, output: Path) -> str:
     if result.failed:
         return ""
     if all(bucket.status == "verified" for bucket in result.buckets):
-        return f"compilekit load {output} -- python serve.py"
-    return f"compilekit verify {output}"
+        return f"compilekit load {quoted(output)} -- python serve.py"
+    return f"compilekit verify {quoted(output)}"
 
 
 def failures(buckets: tuple[BucketResult, ...]) -> list[str]:

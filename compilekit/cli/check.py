@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from compilekit.cli.options import Command, artifact_argument
+from compilekit.cli.options import Command, artifact_argument, quoted
 from compilekit.console import Facts, Mark, Report, Table, Tone
 from compilekit.errors import Mismatch, MismatchError
 
@@ -41,7 +41,7 @@ def check(artifact: Path) -> Report:
                 )
             ),
         ),
-        next=f"compilekit load {artifact} -- python serve.py" if fits else "",
+        next=f"compilekit load {quoted(artifact)} -- python serve.py" if fits else "",
         exit_code=0 if fits else MismatchError.exit_code,
     )
 

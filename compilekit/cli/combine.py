@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import PATH, Command, artifact_argument
+from compilekit.cli.options import PATH, Command, artifact_argument, quoted
 from compilekit.console import Facts, Mark, Report, Seconds, Size, Table
 
 if TYPE_CHECKING:
@@ -124,7 +124,9 @@ def _written(parts: Parts, output: Path, sources: list[Artifact]) -> Report:
     )
     # Records are about a digest, and this is another one.
     return Report(
-        result, (Facts(facts),), next=f"compilekit verify {output} --config CONFIG"
+        result,
+        (Facts(facts),),
+        next=f"compilekit verify {quoted(output)} --config CONFIG",
     )
 
 

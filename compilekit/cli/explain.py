@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from compilekit.cli.options import Command, config_argument
+from compilekit.cli.options import Command, config_argument, quoted
 from compilekit.console import Block, Cell, Console, Facts, Mark, Report, Table, Text
 from compilekit.errors import GraphBreakError
 
@@ -85,7 +85,7 @@ def report(result: ExplainResult, config: str) -> Report:
     return Report(
         result,
         (*blocks, allowed),
-        next=f"compilekit build {config} -o artifact" if result.passed else "",
+        next=f"compilekit build {quoted(config)} -o artifact" if result.passed else "",
         exit_code=0 if result.passed else GraphBreakError.exit_code,
     )
 

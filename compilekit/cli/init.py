@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from compilekit.cli.options import PATH, Command
+from compilekit.cli.options import PATH, Command, quoted
 from compilekit.console import Facts, Report
 from compilekit.errors import ConfigError
 
@@ -47,5 +47,5 @@ def init(model: str, output: Path, force: bool) -> Report:
     return Report(
         result={"config": str(output), "model": model},
         blocks=(Facts((("config", str(output)), ("model", model))),),
-        next=f"compilekit plan {output}",
+        next=f"compilekit plan {quoted(output)}",
     )

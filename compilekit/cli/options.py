@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -187,6 +188,11 @@ def _check_digest(
         "expected 64 hexadecimal digits, as `compilekit inspect` shows them, found"
         f" {value!r}."
     )
+
+
+def quoted(path: object) -> str:
+    """A path for a command line that can be copied."""
+    return shlex.quote(str(path))
 
 
 def command_name(context: click.Context) -> str:

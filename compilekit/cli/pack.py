@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 
-from compilekit.cli.options import PATH, Command, artifact_argument, trust_options
+from compilekit.cli.options import (
+    PATH,
+    Command,
+    artifact_argument,
+    quoted,
+    trust_options,
+)
 from compilekit.console import Facts, Mark, Report, Size, Table
 
 
@@ -49,7 +55,7 @@ def pack(artifact: Path, output: Path, reports: bool, hub: bool) -> Report:
         ("digest", packed.digest),
     )
     return Report(
-        packed, (Facts(facts),), next=f"compilekit unpack {output} -o artifact"
+        packed, (Facts(facts),), next=f"compilekit unpack {quoted(output)} -o artifact"
     )
 
 
@@ -77,7 +83,7 @@ def _hub(artifact: Path, output: Path) -> Report:
         for part in made
     ]
     table = Table("artifact", ("place", "targets", "size", "digest"), rows)
-    return Report(result, (table,), next=f"compilekit load {output}")
+    return Report(result, (table,), next=f"compilekit load {quoted(output)}")
 
 
 @click.command(
@@ -126,4 +132,4 @@ def unpack(
         "files": len(artifact.manifest.files),
         "size_bytes": artifact.size_bytes,
     }
-    return Report(result, (Facts(facts),), next=f"compilekit check {output}")
+    return Report(result, (Facts(facts),), next=f"compilekit check {quoted(output)}")

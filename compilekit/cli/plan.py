@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import Command, config_argument
+from compilekit.cli.options import Command, config_argument, quoted
 from compilekit.console import Report, Table
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def plan(config: Path) -> Report:
                 note=headline(configuration, jobs),
             ),
         ),
-        next=f"compilekit build {config} -o artifact",
+        next=f"compilekit build {quoted(config)} -o artifact",
     )
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import click
 
-from compilekit.cli.options import PATH, Command, artifact_argument, trust_options
+from compilekit.cli.options import (
+    PATH,
+    Command,
+    artifact_argument,
+    quoted,
+    trust_options,
+)
 from compilekit.console import Facts, Report, Size, Table
 from compilekit.errors import ConfigError
 
@@ -147,4 +153,4 @@ def pull(
         ("target", ", ".join(artifact.manifest.targets)),
         ("size", Size(artifact.size_bytes)),
     )
-    return Report(result, (Facts(facts),), next=f"compilekit check {output}")
+    return Report(result, (Facts(facts),), next=f"compilekit check {quoted(output)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from compilekit.cli.options import PATH, Command, artifact_argument
+from compilekit.cli.options import PATH, Command, artifact_argument, quoted
 from compilekit.console import Facts, Mark, Report
 
 
@@ -46,7 +46,7 @@ def sign(artifact: Path, key: Path, serial: int) -> Report:
         "serial": made.serial,
     }
     facts = Facts([(name, str(value)) for name, value in result.items()])
-    then = f"compilekit verify-signature {artifact} --key PUBLIC_KEY"
+    then = f"compilekit verify-signature {quoted(artifact)} --key PUBLIC_KEY"
     return Report(result, (facts,), next=then)
 
 

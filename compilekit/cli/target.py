@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from compilekit.cli.options import PATH, Command, Commands
+from compilekit.cli.options import PATH, Command, Commands, quoted
 from compilekit.console import Block, Facts, Mark, Report, Table
 from compilekit.errors import ResourceError
 
@@ -137,8 +137,8 @@ def probe(device: int, name: str, out: Path | None) -> Report:
     return Report(
         {"target": described, "differences": contradicted},
         tuple(blocks),
-        next=f"COMPILEKIT_TARGETS={out.parent} compilekit build CONFIG -o artifact"
-        f" --target {described['name']}"
+        next=f"COMPILEKIT_TARGETS={quoted(out.parent)} compilekit build CONFIG"
+        f" -o artifact --target {described['name']}"
         if out is not None
         else "",
     )

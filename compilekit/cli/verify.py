@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from compilekit.cli.options import PATH, Command, artifact_argument, weights_option
+from compilekit.cli.options import (
+    PATH,
+    Command,
+    artifact_argument,
+    quoted,
+    weights_option,
+)
 from compilekit.console import Block, Console, Difference, Facts, Mark, Report, Table
 from compilekit.errors import VerifyError
 
@@ -127,6 +133,8 @@ def report(artifact: Path, result: VerifyResult) -> Report:
     return Report(
         result,
         tuple(blocks),
-        next=f"compilekit load {artifact} -- python serve.py" if result.passed else "",
+        next=f"compilekit load {quoted(artifact)} -- python serve.py"
+        if result.passed
+        else "",
         exit_code=0 if result.passed else VerifyError.exit_code,
     )
