@@ -53,6 +53,20 @@ class Tower(nn.Module):
         return self.head(x.mean((2, 3))) * self.scale.exp()
 
 
+class Odd(nn.Module):
+    # Writes a buffer, and looks at a weight's bits.
+    def __init__(self):
+        super().__init__()
+        self.block = Block(16)
+        self.bits = nn.Parameter(torch.rand(8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        odd = self.calls.to(torch.int32) + self.bits.view(torch.int32)
+        return self.block(x) + (odd & 7)
+
+
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -209,6 +223,28 @@ def test_weights_that_are_read_as_they_are_stay_inputs(tmp_path: Path) -> None:
     compilekit.attach(model, tmp_path / "artifact")
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_buffer_that_is_written_stays_live(tmp_path: Path) -> None:
+    """Its value is no part of what was folded in; a weight's other views are."""
+    (tmp_path / "frozen_tower.py").write_text(MODEL)
+    text = CONFIG.format(model="Odd", shape="16, 8, 8")
+    (tmp_path / "compilekit.toml").write_text(text)
+    save_model(live("Odd"), str(tmp_path / "weights.safetensors"))
+    config = configuration.load(tmp_path / "compilekit.toml")
+    assert build(config, tmp_path / "artifact").exit_code == 0
+    [entry] = open_artifact(tmp_path / "artifact").parse_all().entries.values()
+    assert "bits" in entry.frozen
+    assert "calls" not in entry.frozen
+    model, twin, x = live("Odd"), live("Odd"), torch.rand(4, 16, 8, 8)
+    with torch.no_grad():
+        receipt = compilekit.attach(model, tmp_path / "artifact", require="program")
+        for _ in range(3):
+            torch.testing.assert_close(model(x), twin(x))
+    assert model.calls == twin.calls > 2
+    assert receipt.rebinds == 0
 
 
 def load(path: Path, text: str) -> configuration.Config:

@@ -24,7 +24,7 @@ def fold_weights(
     inputs: Sequence[Any],
     weights: Mapping[int, torch.Tensor],
     metadata: Any,
-) -> bool:
+) -> frozenset[int]:
     """Compute once, here, what of an AOTAutograd graph depends on nothing but weights.
 
     Inductor's own freezing, but for three things. A weight that is read as it is stays
@@ -39,7 +39,7 @@ def fold_weights(
             left alone.
         metadata: AOTAutograd's ``fw_metadata``.
     Returns:
-        True if anything was computed.
+        The inputs whose values are the graph's now; none if nothing was computed.
     Source: torch/_inductor/freezing.py, _freeze and replace_params_with_constants;
     torch/_inductor/compile_fx.py, fw_compiler_freezing (2.11, 2.12, 2.13).
     """
@@ -65,7 +65,7 @@ def fold_weights(
     fake_tensor_prop(graph, list(inputs), True)
     graph.graph.lint()
     graph.recompile()
-    return folded
+    return frozenset(frozen) if folded else frozenset()
 
 
 def _unfold(graph: torch.fx.GraphModule, frozen: Mapping[int, torch.Tensor]) -> bool:
@@ -74,14 +74,16 @@ def _unfold(graph: torch.fx.GraphModule, frozen: Mapping[int, torch.Tensor]) -> 
     own = {storage_id(weight): index for index, weight in frozen.items()}
     folded = False
     for node in graph.graph.find_nodes(op="get_attr"):
-        value = getattr(graph, str(node.target))
+        # What looks into a weight lazily, or as another type, is no view of the input.
+        value = getattr(graph, str(node.target)).resolve_conj().resolve_neg()
         source = own.get(storage_id(value))
-        if source is not None:
+        if source is not None and value.dtype == frozen[source].dtype:
             _restore(graph, node, places[source], frozen[source])
             continue
         folded = True
         if memory_order(value) is None:
-            setattr(graph, str(node.target), value.contiguous())
+            value = value.contiguous()
+        setattr(graph, str(node.target), value)
     return folded
 
 
@@ -116,7 +118,7 @@ def _restore(
     same = (value.shape, value.stride(), offset) == (weight.shape, weight.stride(), 0)
     with graph.graph.inserting_before(node):
         new = place
-        if not same or value.dtype != weight.dtype:
+        if not same:
             arguments = (place, list(value.shape), list(value.stride()), offset)
             new = graph.graph.call_function(
                 torch.ops.aten.as_strided.default, arguments

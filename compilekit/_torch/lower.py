@@ -55,7 +55,7 @@ class Lowered:
         output_count: Graph outputs the program returns.
         extra_outputs: Outputs that come before the graph's own (mutations to copy).
         refusals: What AOTAutograd does outside the program → what to do about it.
-        folded: Whether constants of the program were computed from weights.
+        frozen: Indices of graph inputs that constants were computed from.
     """
 
     output_code: str
@@ -67,7 +67,7 @@ class Lowered:
     input_count: int
     output_count: int
     refusals: Mapping[str, str]
-    folded: bool
+    frozen: frozenset[int]
 
 
 def lower(
@@ -89,12 +89,12 @@ def lower(
     kernels: dict[str, CppSource] = {}
     triton: dict[str, Any] = {}
     inner: list[tuple[torch.fx.GraphModule, Any]] = []
-    folded = False
+    frozen: frozenset[int] = frozenset()
 
     def keep(graph: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        nonlocal folded
+        nonlocal frozen
         if weights:
-            folded = fold_weights(graph, inputs, weights, context.fw_metadata)
+            frozen = fold_weights(graph, inputs, weights, context.fw_metadata)
         # What was folded has values.
         with mock.patch.object(capture.fake_mode, "allow_non_fake_inputs", True):
             code = compile_fx_inner(graph, inputs, **kwargs)
@@ -124,7 +124,7 @@ def lower(
         input_count=sum(node.op == "placeholder" for node in nodes),
         output_count=len(nodes[-1].args[0]),
         refusals=_refusals(context.fw_metadata, capture),
-        folded=folded,
+        frozen=frozen,
     )
 
 

@@ -639,8 +639,8 @@ def _entry(
             for path, rule in entry.outputs.items()
         },
         tensors=dict(sorted(tensors.items())),
-        frozen={path: weights.digest(path) for path in sorted(tensors)}
-        if weights and lowered.folded
+        frozen=weights.digests(places[index].path for index in lowered.frozen)
+        if weights
         else {},
         aliases=convention.alias_groups(model),
         reads=convention.reads(captured, model, kwargs),

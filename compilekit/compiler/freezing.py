@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -33,11 +33,13 @@ class FrozenWeights:
             if place.kind == "tensor"
         }
 
-    def digest(self, path: str) -> str:
-        """See `value_digest`."""
-        if path not in self._digests:
-            self._digests[path] = value_digest(self._view.get(path))
-        return self._digests[path]
+    def digests(self, tensor_paths: Iterable[str]) -> dict[str, str]:
+        """Path → `value_digest` of each of some tensors."""
+        wanted = sorted(tensor_paths)
+        for path in wanted:
+            if path not in self._digests:
+                self._digests[path] = value_digest(self._view.get(path))
+        return {path: self._digests[path] for path in wanted}
 
 
 def read_weights(config: Config, target: Target, device: str) -> FrozenWeights | None:
