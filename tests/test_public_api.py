@@ -43,7 +43,8 @@ def test_errors_is_the_module() -> None:
     [
         (
             "attach",
-            "model, artifact, *entry, *require, *on_uncovered, *device, *target, *loading",
+            "model, artifact, *entry, *require, *on_uncovered, *device, *target,"
+            " *loading",
         ),
         ("restore", "artifact, *work_dir, *require"),
         ("check", "artifact, *libraries"),
