@@ -385,6 +385,7 @@ _REST = """\
 [compile]
 mode = "default"            # or "max-autotune-no-cudagraphs": slower builds
 threads = 0                 # 0 = the code runs with any number of threads
+# attention = ["flash", "efficient", "math"]   # which ones; left out = all
 # options = { epilogue_fusion = true }      # Inductor's; misspelt ones are refused
 
 [gates]

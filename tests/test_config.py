@@ -403,6 +403,12 @@ OUTPUT = "[entries.forward.outputs.y]\n"
         ),
         (OUTPUT, "entries.forward.outputs.y.cut", "missing"),
         (
+            "[compile]\nattention = ['math']\n[build]\nroutes = ['program', 'cache']",
+            "compile.attention",
+            "for programs; with torch.compile the process",
+        ),
+        ("[compile]\nattention = []", "compile.attention", "non-empty"),
+        (
             OUTPUT + "cut = { -1 = 's' }",
             "entries.forward.outputs.y.cut.-1",
             'dimension from 0, found "-1"',
@@ -438,6 +444,7 @@ def test_bad_value(tmp_path: Path, extra: str, key: str, message: str) -> None:
     [
         ("[compile]\nmode = 'max-autotun'", "compile.mode", "max-autotune"),
         ("[gates]\nmath_attention = 'warning'", "gates.math_attention", "warn"),
+        ("[compile]\nattention = ['flesh']", "compile.attention[0]", "flash"),
         ("[build]\ntargets = ['cpu-x86-64-v3']", "build.targets[0]", "cpu-x86_64-v3"),
         ("[build]\nroutes = ['programs']", "build.routes[0]", "program"),
         ("[serve]\nover_length = 'eagre'", "serve.over_length", "eager"),

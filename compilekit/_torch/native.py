@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from torch.fx import GraphModule
+
 from compilekit._torch.lower import mode_options, program_options
 
 
@@ -53,3 +55,13 @@ def compile_options(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     forced = program_options(0)
     del forced["compile_threads"]
     return {**mode_options(mode), **options, **forced}
+
+
+def inductor(graph: GraphModule, examples: list[Any], options: dict[str, Any]) -> Any:
+    """``torch.compile``'s default backend, for one of our own that changes the graph.
+
+    Source: torch/_inductor/__init__.py, compile (2.11, 2.13).
+    """
+    from torch._inductor import compile as compile_graph
+
+    return compile_graph(graph, examples, options=options)

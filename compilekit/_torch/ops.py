@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch._inductor.inductor_prims import force_stride_order
 from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compilekit._torch.runtime import operator_schema
 
@@ -26,8 +29,9 @@ def operator_origin(name: str) -> dict[str, str]:
     return {"module": module, "schema": operator_schema(packet)}
 
 
-# Python's in-place operators (iadd, …); inv and index are among them and do no harm.
-_WRITING = {name for name in vars(operator) if name.startswith("i")}
+# Python's in-place operators: iadd beside add, ior beside or_.
+_PLAIN = {name.rstrip("_") for name in vars(operator)}
+_WRITING = {n for n in _PLAIN if n.startswith("i") and n[1:] in _PLAIN}
 _WRITING |= {"setitem", "delitem"}
 
 
@@ -44,8 +48,9 @@ def may_write(node: torch.fx.Node) -> bool:
     if isinstance(target, OpOverload):
         return bool(target._schema.is_mutable)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    in_place = name.endswith("_") or name.strip("_") in _WRITING
-    return in_place or "out" in node.kwargs
+    if name.startswith("__") or getattr(target, "__module__", "") == "_operator":
+        return name.strip("_") in _WRITING
+    return name.endswith("_") or "out" in node.kwargs
 
 
 def compute_once(graph: torch.fx.GraphModule, node: torch.fx.Node) -> None:
@@ -64,3 +69,66 @@ def compute_once(graph: torch.fx.GraphModule, node: torch.fx.Node) -> None:
         )
     stored.meta = dict(node.meta)
     node.replace_all_uses_with(stored, lambda user: user is not stored)
+
+
+class _Drawn(Exception):
+    """A value is random."""
+
+
+class _NothingRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that draw random numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Drawn(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def constant_value(node: torch.fx.Node, most: int) -> torch.Tensor | None:
+    """What a node of a Dynamo graph computes, on the CPU, if no input has a part in it.
+
+    Args:
+        most: Elements of the largest tensor on the way that is worth computing.
+    Returns:
+        None if the value depends on an input or is random, if something may be written
+        on the way, or if it can't be computed here.
+
+    Source: torch/utils/_python_dispatch.py, TorchDispatchMode (2.11, 2.13).
+    """
+    needed = {node}
+    for earlier in reversed(list(node.graph.nodes)):
+        if earlier not in needed:
+            continue
+        example = earlier.meta.get("example_value")
+        if (
+            earlier.op not in ("call_function", "call_method")
+            or any(map(may_write, (earlier, *earlier.users)))
+            or (isinstance(example, torch.Tensor) and example.numel() > most)
+        ):
+            return None
+        needed.update(earlier.all_input_nodes)
+    values: dict[torch.fx.Node, Any] = {}
+
+    def here(argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return values[argument]
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    try:
+        with torch.no_grad(), _NothingRandom():  # type: ignore[no-untyped-call]
+            for step in node.graph.nodes:
+                if step in needed:
+                    args = map_aggregate(step.args, here)
+                    kwargs = map_aggregate(step.kwargs, here)
+                    if step.op == "call_method":
+                        values[step] = getattr(args[0], step.target)(
+                            *args[1:], **kwargs
+                        )
+                    else:
+                        values[step] = step.target(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - whatever the model's code asks for
+        return None
+    value = values[node]
+    return value if isinstance(value, torch.Tensor) else None

@@ -7,9 +7,10 @@ plain matrix products and a softmax: correct, and slow.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from compilekit.errors import CaptureError
@@ -28,6 +29,28 @@ class Attention:
 
     backends: Mapping[str, int]
     unfused: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def attention_from(backends: Sequence[str]) -> Iterator[None]:
+    """Have PyTorch choose among these only, in its own order.
+
+    Args:
+        backends: Names of ``[compile] attention``; empty = all.
+    """
+    if not backends:
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = [
+        SDPBackend.MATH
+        if name == "math"
+        else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
+        for name in backends
+    ]
+    with sdpa_kernel(chosen):
+        yield
 
 
 def counted(calls: list[tuple[str, str]]) -> Attention:

@@ -47,7 +47,8 @@ from compilekit.artifact.program import (
     Program,
 )
 from compilekit.compiler import convention, hugging_face
-from compilekit.compiler.attention import Attention, counted, hold_gate
+from compilekit.compiler.attention import Attention, attention_from, counted, hold_gate
+from compilekit.compiler.causal import pass_causality
 from compilekit.compiler.examples import example_kwargs
 from compilekit.compiler.freezing import FrozenWeights
 from compilekit.compiler.harvest import HostCode, host_code
@@ -132,10 +133,11 @@ def compile_bucket(
     call = _call(model, config, entry, bucket, fake_device(target))
     entry, kwargs, function = call.entry, call.kwargs, call.function
     with _ambient_kept(), call.around:
-        captured = _capture(function, model, kwargs, target)
+        captured = _capture(function, model, kwargs, target, config)
         places = convention.inputs(captured)
         asked: list[tuple[str, str]] = []
-        stand_ins = _run_graph(captured, asked)
+        with attention_from(config.compile.attention):
+            stand_ins = _run_graph(captured, asked)
         before = convention.snapshot(captured, model, kwargs)
         with _explained("Dynamo's own bytecode can't be run around the graph"):
             value = dynamo.replay(captured, function, (model, kwargs), stand_ins)
@@ -153,7 +155,8 @@ def compile_bucket(
         tuned = decode_kernels.replace(captured.graph, tuning)
     options = inductor_options(config)
     values = weights.values(places) if weights else {}
-    lowered = _lower(captured, options, target, tuning.configs(), values)
+    with attention_from(config.compile.attention):
+        lowered = _lower(captured, options, target, tuning.configs(), values)
     _refuse_wrappers(lowered, len(places))
     on_stage("lower", time.perf_counter() - began)
 
@@ -216,7 +219,7 @@ def capture_bucket(
     dynamo.reset()
     call = _call(model, config, entry, bucket, fake_device(target))
     with _ambient_kept(), call.around:
-        captured = _capture(call.function, model, call.kwargs, target)
+        captured = _capture(call.function, model, call.kwargs, target, config)
     _ready(captured, entry)
     return captured
 
@@ -280,7 +283,7 @@ def _call(
             causal = generate.describe(model)
         own_kernels = has_own_kernels(config, entry, device)
         function = generate.STEPS[entry.role]
-        attention = generate.attention_on(device)
+        attention = generate.attention_on(device, config.compile.attention)
         if own_kernels and entry.role == "decode":
             # It imports Triton, which torch's CPU wheel lacks.
             from compilekit.compiler import decode_kernels
@@ -382,7 +385,11 @@ def _triton_kernels(lowered: Lowered) -> dict[str, TritonKernel]:
 
 
 def _capture(
-    function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any], target: Target
+    function: Any,
+    model: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    target: Target,
+    config: Config,
 ) -> dynamo.Capture:
     try:
         try:
@@ -409,6 +416,8 @@ def _capture(
             hint="Take the device from an input: torch.ones(…, device=x.device).",
             thing=foreign[0],
         )
+    if config.compile.attention:
+        pass_causality(captured.graph)
     return captured
 
 
@@ -484,10 +493,16 @@ def _run_graph(
                 " indexing, padding instead of nonzero, no .item().",
                 thing=exc.operation,
             ) from exc
+        hint = "The bucket's log holds the traceback."
+        if exc.operation == "scaled_dot_product_attention":
+            hint = (
+                'If [compile] attention rules out too much: "math" takes every call. '
+                + hint
+            )
         raise CaptureError(
             f"{exc.operation}{where} can't be run on fake tensors, so its outputs can't"
             f" be described: {_summary(exc.__cause__)}",
-            hint="The bucket's log holds the traceback.",
+            hint=hint,
         ) from exc
     convention.refuse_reshaped(captured, before)
     return stand_ins

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -243,13 +243,21 @@ def native_groups_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def attention_on(device: str) -> Attention:
+def attention_on(device: str, backends: Sequence[str]) -> Attention:
     """What a model's layers call instead of SDPA.
 
     cuDNN is what PyTorch chooses for masked attention on Hopper and Blackwell only;
     its other backends would expand the groups.
+
+    Args:
+        backends: Names of ``[compile] attention``; empty = all.
     """
-    if device != "cpu" and torch.cuda.get_device_capability()[0] in (9, 10):
+    takes_cudnn = "cudnn" in backends if backends else True
+    if (
+        device != "cpu"
+        and takes_cudnn
+        and torch.cuda.get_device_capability()[0] in (9, 10)
+    ):
         return native_groups_attention
     return grouped_attention
 

@@ -24,6 +24,7 @@ from compilekit._torch import capture as dynamo
 from compilekit._torch import emulation
 from compilekit._torch.tuning import TunedKernel, tune
 from compilekit.compiler import convention
+from compilekit.compiler.attention import attention_from
 from compilekit.compiler.compile import (
     capture_bucket,
     fake_device,
@@ -141,7 +142,8 @@ def tune_config(
             decode_kernels.replace(captured.graph, tuning)
         inputs = _real_inputs(captured, memory)
         options = {**inductor_options(config), "compile_threads": os.cpu_count() or 1}
-        fresh = tune(captured, inputs, options, tuning.configs())
+        with attention_from(config.compile.attention):
+            fresh = tune(captured, inputs, options, tuning.configs())
         found += fresh
         tuning = _added(tuning, target.name, fresh)
         _save(out, tuning)

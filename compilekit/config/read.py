@@ -43,6 +43,7 @@ from compilekit.config.records import (
     VerifyConfig,
 )
 from compilekit.config.rules import (
+    ATTENTION,
     AXIS,
     FORCED_OPTIONS,
     IDENTIFIER,
@@ -243,10 +244,20 @@ def _read_compile(
     key: KeyPath = ("compile", "decode_kernels")
     if key[-1] in table and "generate" not in data:
         file.report(key, "only [generate]'s steps have kernels of their own")
+    attention: tuple[str, ...] = ()
+    if "attention" in table:
+        attention = read_choices(file, table, ("compile", "attention"), (), ATTENTION)
+        if "cache" in routes:
+            message = (
+                "for programs; with torch.compile the process that runs it chooses, by"
+                " torch.nn.attention.sdpa_kernel"
+            )
+            file.report(("compile", "attention"), message)
     return CompileConfig(
         mode=read_text(file, table, ("compile", "mode"), default.mode, MODES),
         fullgraph=fullgraph,
         threads=read_integer(file, table, ("compile", "threads"), default.threads),
+        attention=attention,
         decode_kernels=read_flag(file, table, key, default.decode_kernels),
         options={name: value for name, (_, value) in options.items()},
     )

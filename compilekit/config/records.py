@@ -114,6 +114,8 @@ class CompileConfig:
         mode: Whose options Inductor gets, e.g. ``default``.
         fullgraph: Whether a graph break is an error.
         threads: Of CPU code; 0 = any thread count.
+        attention: Backends that ``scaled_dot_product_attention`` may take, with
+            causal masks said to be that; empty = all, and masks as they are.
         decode_kernels: Whether ``[generate]``'s steps for a GPU take our own kernels
             for products of few rows and for a token's attention.
         options: Inductor's.
@@ -122,6 +124,7 @@ class CompileConfig:
     mode: str = "default"
     fullgraph: bool = True
     threads: int = 0
+    attention: tuple[str, ...] = ()
     decode_kernels: bool = True
     options: Mapping[str, object] = dataclasses.field(default_factory=dict)
 

@@ -19,7 +19,10 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "entries.*.inputs.*": ("shape", "dtype", "pad", "default", "low", "high"),
     "entries.*.outputs.*": ("cut",),
     "generate": ("batch", "prompt", "cache"),
-    "compile": ("mode", "fullgraph", "threads", "decode_kernels", "options"),
+    "compile": (
+        *("mode", "fullgraph", "threads", "attention", "decode_kernels"),
+        "options",
+    ),
     "gates": ("graph_breaks", "math_attention"),
     "verify": ("atol", "rtol", "weights"),
     "build": ("targets", "routes", "jobs"),
@@ -31,6 +34,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 ROUTES = ("program", "cache")
 GRAD_MODES = ("off", "inference")
+ATTENTION = ("cudnn", "flash", "efficient", "math")
 MATH_ATTENTION = ("ignore", "warn", "error")
 ON_UNCOVERED = ("error", "eager", "jit")
 OVER_LENGTH = ("error", "eager", "chunk")

@@ -93,8 +93,9 @@ def measure(name: str, path: Path) -> dict[str, Any]:
     import compilekit
     from compilekit import config as configuration
     from compilekit import plan
-    from compilekit._torch.native import compile_options, first_configs
+    from compilekit._torch.native import first_configs
     from compilekit.artifact import open_artifact
+    from compilekit.compiler.attention import attention_from
     from compilekit.compiler.examples import example_kwargs
     from compilekit.compiler.models import build_real
 
@@ -122,9 +123,10 @@ def measure(name: str, path: Path) -> dict[str, Any]:
     eager = model.forward
     with torch.inference_mode():
         rows = {"eager": outputs(eager)}
-        options = compile_options(config.compile.mode, dict(config.compile.options))
-        compiled = torch.compile(eager, dynamic=False, fullgraph=True, options=options)
-        with first_configs(sources):
+        compiled = torch.compile(
+            eager, dynamic=False, fullgraph=True, **how_to_compile(config)
+        )
+        with first_configs(sources), attention_from(config.compile.attention):
             rows["compiled"] = outputs(compiled)
         receipt = compilekit.attach(model, artifact, require="program")
         rows["program"] = outputs(model.forward)
@@ -171,6 +173,25 @@ def measure(name: str, path: Path) -> dict[str, Any]:
             for bucket in calls
         ],
     }
+
+
+def how_to_compile(config: Any) -> dict[str, Any]:
+    """For torch.compile: options, and the backend if a program's attention is chosen.
+
+    The model then says that its mask is causal, as the program's does.
+    """
+    from compilekit._torch.native import compile_options, inductor
+    from compilekit.compiler.causal import pass_causality
+
+    options = compile_options(config.compile.mode, dict(config.compile.options))
+    if not config.compile.attention:
+        return {"options": options}
+
+    def backend(graph: Any, examples: Any) -> Any:
+        pass_causality(graph)
+        return inductor(graph, examples, options)
+
+    return {"backend": backend}
 
 
 def call_misaligned(model: Any, state: Any, kwargs: Any, expected: Any) -> str:
