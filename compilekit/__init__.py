@@ -3,6 +3,7 @@
     receipt = compilekit.attach(model)          # the artifact in COMPILEKIT_ARTIFACT
 
     attach(model, artifact)   run an artifact's programs on a live model
+    prepare(artifact)         load its code while the weights are read
     restore(artifact)         start torch.compile from an artifact's caches
     open(path)                an artifact, its digests verified
     check(artifact)           every mismatch between an artifact and this machine
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
     from compilekit.artifact import open_artifact as open  # noqa: A004 (users write compilekit.open)
     from compilekit.runtime.attach import attach
     from compilekit.runtime.check import check
+    from compilekit.runtime.prepare import prepare
     from compilekit.runtime.restore import restore
 
-__all__ = ["__version__", "attach", "check", "errors", "open", "restore"]
+__all__ = ["__version__", "attach", "check", "errors", "open", "prepare", "restore"]
 
 # Public name → the module and attribute behind it; "" = the module itself.
 _SOURCES = {
@@ -33,6 +35,7 @@ _SOURCES = {
     "check": ("compilekit.runtime.check", "check"),
     "errors": ("compilekit.errors", ""),
     "open": ("compilekit.artifact", "open_artifact"),
+    "prepare": ("compilekit.runtime.prepare", "prepare"),
     "restore": ("compilekit.runtime.restore", "restore"),
 }
 

@@ -14,7 +14,7 @@ from compilekit import errors
 
 def test_names_are_frozen() -> None:
     """Exactly these names are public, and ``dir`` shows them."""
-    names = ["__version__", "attach", "check", "errors", "open", "restore"]
+    names = ["__version__", "attach", "check", "errors", "open", "prepare", "restore"]
     assert sorted(compilekit.__all__) == names
     assert dir(compilekit) == names
 
@@ -46,6 +46,7 @@ def test_errors_is_the_module() -> None:
             "model, artifact, *entry, *require, *on_uncovered, *device, *target,"
             " *loading",
         ),
+        ("prepare", "artifact, *device, *target"),
         ("restore", "artifact, *work_dir, *require"),
         ("check", "artifact, *libraries"),
         ("open", "path"),

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
 from torch.fx import GraphModule
 
 from compilekit._torch.lower import mode_options, program_options
+from compilekit._torch.triton_kernels import config_of
 
 
 @contextlib.contextmanager
-def first_configs(sources: dict[str, str]) -> Iterator[None]:
-    """``torch.compile`` with a program's kernel configs: each kernel's first.
+def same_configs(
+    sources: dict[str, str], tuned: Mapping[str, Mapping[str, Any]]
+) -> Iterator[None]:
+    """``torch.compile`` with a program's kernel configs: the tuned one, or the first.
 
     By itself it would benchmark the candidates and take whichever won. Padding isn't
     benchmarked either.
 
     Args:
         sources: Filled with the digest of each kernel's source → its name.
+        tuned: Digest of a kernel's source → its config; not with kernels that other
+            processes compile (``compile_threads = 1``).
     Source: torch/_inductor/runtime/triton_heuristics.py, CachingAutotuner.precompile
     (2.11, 2.13); torch/_inductor/fx_passes/pad_mm.py, get_cached_should_pad.
     """
@@ -34,9 +39,11 @@ def first_configs(sources: dict[str, str]) -> Iterator[None]:
     original = CachingAutotuner.precompile
 
     def precompile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        digest = hashlib.sha256(self.fn.src.encode()).hexdigest()
+        if digest in tuned:
+            self.configs = [config_of(tuned[digest], self.configs[0])]
         result = original(self, *args, **kwargs)
         self.launchers = self.launchers[:1]
-        digest = hashlib.sha256(self.fn.src.encode()).hexdigest()
         sources[digest] = self.inductor_meta["kernel_name"]
         return result
 

@@ -3,6 +3,7 @@
 Lifecycle of one start::
 
     open      every byte verified against the manifest
+    wait      for `compilekit.prepare`, if it is still loading
     check     machine and versions, all mismatches at once
     compare   the live model with each entry, all mismatches at once
     load      host code and kernels of every bucket, or nothing if they load lazily
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import sys
 import threading
@@ -36,6 +36,7 @@ from compilekit.errors import (
     MismatchError,
     PolicyError,
 )
+from compilekit.runtime import prepare
 from compilekit.runtime.check import (
     check_device,
     choose_target,
@@ -44,6 +45,7 @@ from compilekit.runtime.check import (
 )
 from compilekit.runtime.dispatch import Dispatcher
 from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
+from compilekit.runtime.place import asked_place, model_place
 from compilekit.runtime.program import Call, lazy_program, load_program
 from compilekit.runtime.receipt import Receipt, Route
 from compilekit.runtime.requirements import (
@@ -114,6 +116,8 @@ def attach(
         load = lazy_program if _is_lazy(loading) else load_program
         opened = open_required(artifact)
         clock.lap("open")
+        if prepare.finish():
+            clock.lap("wait")
         try:
             return _attach(
                 model,
@@ -146,7 +150,7 @@ def _attach(
     load: Callable[[Artifact, Program, torch.device], Call],
     clock: _Clock,
 ) -> Receipt:
-    place = _place(device, model)
+    place = model_place(model) if device is None else asked_place(device)
     gpu = place if place.type == "cuda" else None
     found = check_device(opened, gpu, libraries=False)
     warnings = refuse(f"artifact {opened.root} doesn't fit this machine", found)
@@ -317,32 +321,6 @@ def _policies(on_uncovered: str | None, artifact: Artifact) -> tuple[str, str]:
         )
     longer = serve.over_length == "eager" and policy == "error" and not asked
     return policy, "eager" if longer else policy
-
-
-def _place(device: str | torch.device | None, model: torch.nn.Module) -> torch.device:
-    """Where the programs run: the device asked for, or else the model's.
-
-    Raises:
-        ConfigError: torch knows no such device.
-        AttachError: no program runs on it.
-    """
-    if device is None:
-        tensors = itertools.chain(model.parameters(), model.buffers())
-        found = [tensor.device for tensor in tensors if tensor.is_cuda]
-        place = found[0] if found else torch.device("cpu")
-    else:
-        try:
-            place = torch.device(device)
-        except RuntimeError as exc:
-            raise ConfigError(f"device: expected cpu or cuda, found {device}") from exc
-    if place.type not in ("cpu", "cuda"):
-        raise AttachError(
-            f"programs run on cpu and cuda, and device = {device} was asked for",
-            hint='Use device = "cpu", or build for the device.',
-        )
-    if str(place) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return place
 
 
 def _entries(

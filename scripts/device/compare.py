@@ -93,11 +93,12 @@ def measure(name: str, path: Path) -> dict[str, Any]:
     import compilekit
     from compilekit import config as configuration
     from compilekit import plan
-    from compilekit._torch.native import first_configs
+    from compilekit._torch.native import same_configs
     from compilekit.artifact import open_artifact
     from compilekit.compiler.attention import attention_from
     from compilekit.compiler.examples import example_kwargs
     from compilekit.compiler.models import build_real
+    from compilekit.compiler.tuning import read_tuning
 
     config = configuration.load(HERE / f"{name}.toml")
     model = build_real(config, device="cuda")
@@ -126,7 +127,10 @@ def measure(name: str, path: Path) -> dict[str, Any]:
         compiled = torch.compile(
             eager, dynamic=False, fullgraph=True, **how_to_compile(config)
         )
-        with first_configs(sources), attention_from(config.compile.attention):
+        with (
+            same_configs(sources, read_tuning(config).configs()),
+            attention_from(config.compile.attention),
+        ):
             rows["compiled"] = outputs(compiled)
         receipt = compilekit.attach(model, artifact, require="program")
         rows["program"] = outputs(model.forward)
@@ -184,6 +188,8 @@ def how_to_compile(config: Any) -> dict[str, Any]:
     from compilekit.compiler.causal import pass_causality
 
     options = compile_options(config.compile.mode, dict(config.compile.options))
+    if config.autotune.source:
+        options["compile_threads"] = 1
     if not config.compile.attention:
         return {"options": options}
 

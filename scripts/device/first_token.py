@@ -5,20 +5,23 @@
 Writes the configuration's model with random weights to FOLDER as safetensors, once.
 Then each row is a fresh process: transformers imported, weights read onto the GPU,
 compilekit attached (its graphs captured) or not, and one unmodified ``generate`` of one
-token from a prompt of 128.
+token from a prompt of 128. ``prepared`` has compilekit load the artifact while weights
+are read. With --cold, the files of torch's libraries are put out of the page cache
+before each row, as on a machine that has just started.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROWS = ("compilekit", "lazy", "eager")
+ROWS = ("prepared", "compilekit", "lazy", "eager")
 
 
 def main() -> None:
@@ -29,6 +32,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--child", default="")
     options = parser.parse_args()
     if options.child:
@@ -38,7 +43,9 @@ def main() -> None:
         write(options.config, options.folder)
     runs = []
     for _ in range(options.repeat):
-        for row in ROWS:
+        for row in options.rows.split(","):
+            if options.cold:
+                forget_libraries()
             started = time.time()
             done = subprocess.run(
                 [sys.executable, __file__, *sys.argv[1:4], "--child", row],
@@ -51,11 +58,25 @@ def main() -> None:
                 print(row, "failed:", done.stderr.strip().splitlines()[-1])
                 continue
             run = json.loads(done.stdout.splitlines()[-1])
+            run["cold"] = options.cold
             run["process_start_to_first_token"] = run.pop("token_at") - started
             runs.append(run)
             print(json.dumps(run))
             if options.out:
                 options.out.write_text(json.dumps(runs, indent=1) + "\n")
+
+
+def forget_libraries() -> None:
+    """Put what lies below torch's and NVIDIA's packages out of the page cache."""
+    import importlib.util
+
+    for package in ("torch", "nvidia"):
+        spec = importlib.util.find_spec(package)
+        for place in (spec and spec.submodule_search_locations) or []:
+            for path in Path(place).rglob("*.so*"):
+                descriptor = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
 
 
 def write(config: Path, folder: Path) -> None:
@@ -81,6 +102,13 @@ def measure(row: str, artifact: str, folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     lap("imports")
+    if row == "prepared":
+        import compilekit
+
+        opened: Any = compilekit.prepare(artifact, device="cuda")
+        lap("prepare")
+    else:
+        opened = artifact
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", device_map="cuda"
     ).eval()
@@ -91,7 +119,7 @@ def measure(row: str, artifact: str, folder: Path) -> dict[str, Any]:
         import compilekit
 
         loading = "lazy" if row == "lazy" else "eager"
-        receipt = compilekit.attach(model, artifact, require="program", loading=loading)
+        receipt = compilekit.attach(model, opened, require="program", loading=loading)
         options = {}
     lap("attach")
     ids = torch.arange(128, device="cuda")[None]

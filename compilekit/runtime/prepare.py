@@ -1,0 +1,203 @@
+"""`prepare`: what a start can do before the model's weights are there.
+
+Reading weights keeps the disk and the bus busy. Meanwhile a thread opens the artifact,
+loads its kernels and, on a GPU, runs each program once on memory of its own: PyTorch's
+libraries read their kernels from files of 2 GB at the first call that needs them. What
+`attach` then finds is there already, by digest, whatever model it is given.
+
+Nothing here fails a start: `attach` comes to the same faults and says what they are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+
+import torch
+
+from compilekit.artifact import Artifact
+from compilekit.artifact.program import Entry, Program, TensorSpec
+from compilekit.errors import CompilekitError
+from compilekit.runtime.check import choose_target, demand_target
+from compilekit.runtime.place import asked_place
+from compilekit.runtime.program import load_program
+from compilekit.runtime.requirements import open_required
+
+# What a rehearsal may call: operators of torch that neither draw random numbers nor
+# talk to other processes.
+_PLAIN = re.compile(r"extern_kernels\.\w+|torch\.\w+|torch\.ops\.aten\.[\w.]+")
+_RANDOM = re.compile(r"rand|seed|dropout|bernoulli|normal_|multinomial|exponential")
+_ROUND = 512
+# Part of the device's memory that a rehearsal leaves to the model's caches.
+_LEFT = 0.1
+
+_running: list[threading.Thread] = []
+_enough = threading.Event()
+
+
+def prepare(
+    artifact: Artifact | str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    target: str | None = None,
+) -> Artifact:
+    """Load an artifact's code beside whatever the process does next.
+
+    On a GPU it takes memory for the largest of the model's tensors and for what the
+    programs need besides, which it gives back; it takes none where the model wouldn't
+    have enough left. Programs that draw random numbers, use operators from elsewhere
+    or read integers out of the model aren't run, only loaded.
+
+    Args:
+        artifact, target: As for `compilekit.attach`.
+        device: Where the model will be; a GPU that the artifact is for, by default.
+    Returns:
+        The artifact, for `attach`, which waits for the rest.
+    Raises:
+        ArtifactError: the artifact is damaged or incomplete.
+        SignatureError: a signature is required, and isn't there or wrong.
+        ConfigError: torch knows no such device, or there is no artifact.
+        AttachError: no program runs on such a device.
+
+    Example:
+        >>> artifact = compilekit.prepare("qwen.artifact")
+        >>> model = AutoModelForCausalLM.from_pretrained(folder, device_map="cuda")
+        >>> compilekit.attach(model, artifact)
+    """
+    opened = open_required(artifact)
+    if device is None:
+        kinds = {one["kind"] for one in opened.manifest.targets.values()}
+        device = "cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu"
+    place = asked_place(device)
+    thread = threading.Thread(
+        target=_prepare, args=(opened, place, target), name="compilekit-prepare"
+    )
+    _running.append(thread)
+    thread.start()
+    return opened
+
+
+def finish() -> bool:
+    """Have it end where it is, for what is left is done as fast by whoever waits.
+
+    Returns:
+        True if anything was being prepared.
+    """
+    waited = bool(_running)
+    _enough.set()
+    while _running:
+        _running.pop().join()
+    _enough.clear()
+    return waited
+
+
+# A child would wait for ever for a lock that the thread held.
+os.register_at_fork(before=finish)
+
+
+def _prepare(artifact: Artifact, place: torch.device, wanted: str | None) -> None:
+    gpu = place if place.type == "cuda" else None
+    try:
+        target = (
+            choose_target(artifact, place.type, gpu)
+            if wanted is None
+            else demand_target(artifact, wanted, place.type, gpu)
+        )
+        programs = [
+            (artifact.entries[(target, program.entry)], program)
+            for (name, _, _), program in artifact.programs.items()
+            if name == target
+        ]
+        if gpu is None:
+            for _, program in programs:
+                if _enough.is_set():
+                    break
+                load_program(artifact, program, place)
+        else:
+            _rehearse_all(artifact, programs, gpu)
+    except (CompilekitError, LookupError, TypeError, ValueError, RuntimeError):
+        return
+
+
+def _rehearse_all(
+    artifact: Artifact, programs: list[tuple[Entry, Program]], gpu: torch.device
+) -> None:
+    """Run each program once, the largest first, on a stream and memory of its own."""
+    stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+    pool = torch.cuda.MemPool()
+    with (
+        torch.inference_mode(),
+        torch.cuda.device(gpu),
+        torch.cuda.stream(stream),
+        torch.cuda.use_mem_pool(pool, gpu),
+    ):
+        calls = [
+            (load_program(artifact, program, gpu), entry, program)
+            for entry, program in programs
+        ]
+        calls.sort(key=lambda item: -_positions(item[2]))
+        sizes = {
+            path: _bytes(spec)
+            for entry, _ in programs
+            for path, spec in entry.tensors.items()
+        }
+        largest = max(sizes.values(), default=0)
+        free, total = torch.cuda.mem_get_info(gpu)
+        if free < sum(sizes.values()) + largest + total * _LEFT:
+            return
+        # All the model's tensors look into the same memory: programs only read them.
+        shared = torch.zeros(largest, dtype=torch.uint8, device=gpu)
+        for call, entry, program in calls:
+            if _enough.is_set():
+                break
+            if can_rehearse(entry, program):
+                call(_inputs(entry, program, shared, gpu))
+                stream.synchronize()
+
+
+def can_rehearse(entry: Entry, program: Program) -> bool:
+    """Whether a program may run on made-up values without anybody noticing."""
+    values = [spec.dtype for spec in entry.tensors.values()]
+    return (
+        not entry.training
+        and not entry.custom_ops
+        and all(dtype.startswith(("float", "bfloat")) for dtype in values)
+        and all(
+            _PLAIN.fullmatch(name) and not _RANDOM.search(name)
+            for name in program.externs
+        )
+    )
+
+
+def _positions(program: Program) -> int:
+    """Elements of its arguments: what grows with a bucket."""
+    specs = [given.spec for given in program.inputs if given.spec is not None]
+    return sum(_bytes(spec) for spec in specs)
+
+
+def _inputs(
+    entry: Entry, program: Program, shared: torch.Tensor, gpu: torch.device
+) -> list[torch.Tensor]:
+    """Zeros for every graph input, and the lowest sample for integer arguments."""
+    inputs = []
+    for given in program.inputs:
+        spec = given.spec or entry.tensors[given.path]
+        memory = shared
+        if given.mutated or given.spec is not None:
+            memory = torch.zeros(_bytes(spec), dtype=torch.uint8, device=gpu)
+        dtype = getattr(torch, spec.dtype)
+        tensor = memory[: _bytes(spec)].view(dtype).as_strided(spec.shape, spec.stride)
+        rule = entry.inputs.get(given.path)
+        if given.spec is not None and rule is not None and rule.low:
+            tensor.fill_(rule.low)
+        inputs.append(tensor)
+    return inputs
+
+
+def _bytes(spec: TensorSpec) -> int:
+    """Bytes from a tensor's first element to its last, rounded up."""
+    pairs = zip(spec.shape, spec.stride, strict=True)
+    reach = 1 + sum((size - 1) * stride for size, stride in pairs)
+    size = reach * getattr(torch, spec.dtype).itemsize
+    return int(-(-size // _ROUND) * _ROUND)
