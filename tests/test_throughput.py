@@ -81,6 +81,17 @@ def test_a_strategy_that_did_not_finish_is_a_row() -> None:
     assert "not finished after 60 s" in str(report.blocks)
 
 
+def test_the_tuned_row_needs_its_artifact(tmp_path: Path) -> None:
+    """Asked for by name and not given, it's an error before anything is measured."""
+    with pytest.raises(ConfigError, match="built with a tuning file"):
+        throughput.run(
+            configuration.load(CONFIG),
+            artifact=tmp_path,
+            out=tmp_path / "throughput.json",
+            strategies=("compilekit-tuned",),
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_on_a_cpu(tmp_path: Path) -> None:
@@ -96,7 +107,8 @@ def test_a_run_on_a_cpu(tmp_path: Path) -> None:
             config,
             artifact=built.artifact or tmp_path,
             out=out,
-            strategies=("eager", "compilekit"),
+            tuned=built.artifact,
+            strategies=("eager", "compilekit", "compilekit-tuned"),
             device="cpu",
             calls=2,
             new_tokens=4,
@@ -105,8 +117,10 @@ def test_a_run_on_a_cpu(tmp_path: Path) -> None:
         )
 
     result = run()
-    assert [r["strategy"] for r in result["rows"]] == ["limits", "eager", "compilekit"]
-    limits, _, ours = result["rows"]
+    names = ["limits", "eager", "compilekit", "compilekit-tuned"]
+    assert [r["strategy"] for r in result["rows"]] == names
+    limits, _, ours, tuned = result["rows"]
+    assert tuned["calls"] == ours["calls"]
     assert limits["sustained_matmul_flop_per_s"] > 0
     assert ours["compiles"] == 0
     assert ours["generate"][0]["new_tokens"] == 4

@@ -22,7 +22,11 @@ MODES: Mapping[str, str | None] = {
     "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
     "compilekit": None,
     "compilekit-no-graphs": None,
+    "compilekit-tuned": None,
 }
+
+
+TUNED = "compilekit-tuned"
 
 
 def main() -> None:
@@ -260,8 +264,9 @@ class _Strategy:
             import compilekit
 
             os.environ["COMPILEKIT_CUDA_GRAPHS"] = "0" if "no-graphs" in name else "1"
+            artifact = spec["tuned" if name == TUNED else "artifact"]
             self.receipt = compilekit.attach(
-                model, spec["artifact"], require="program", loading="eager"
+                model, artifact, require="program", loading="eager"
             )
         elif mode is not None:
             from transformers import CompileConfig

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compilekit.bench._throughput_child import MODES
+from compilekit.bench._throughput_child import MODES, TUNED
 from compilekit.config import Config
 from compilekit.errors import ConfigError, ResourceError
 
@@ -37,7 +37,8 @@ def run(
     *,
     artifact: Path,
     out: Path,
-    strategies: Sequence[str] = STRATEGIES,
+    tuned: Path | None = None,
+    strategies: Sequence[str] = (),
     device: str = "",
     deadline: float = 600.0,
     calls: int = 5,
@@ -52,6 +53,9 @@ def run(
             largest cache are what is measured.
         artifact: Built from it.
         out: JSON file; results are added to it.
+        tuned: Built with a tuning file, for ``compilekit-tuned``.
+        strategies: Some of `STRATEGIES`; empty = all, ``compilekit-tuned`` if there is
+            an artifact for it.
         device: ``cuda`` or ``cpu``; empty = a GPU if there is one.
         deadline: Seconds that a strategy may take, imports and weights included.
         calls: Timed prefills, and rounds of decode steps.
@@ -67,10 +71,16 @@ def run(
         raise ConfigError(
             f"{config.path}: has no [generate], and throughput is a language model's"
         )
+    strategies = strategies or [name for name in STRATEGIES if tuned or name != TUNED]
     unknown = [name for name in strategies if name not in STRATEGIES]
     if unknown:
         known = ", ".join(STRATEGIES)
         raise ConfigError(f"strategies: expected {known}, found {', '.join(unknown)}")
+    if TUNED in strategies and tuned is None:
+        raise ConfigError(
+            f"strategies: {TUNED} needs an artifact that was built with a tuning file",
+            hint="Name it with --tuned.",
+        )
     about: Result = {
         "schema": SCHEMA,
         "model": config.model.source,
@@ -86,6 +96,7 @@ def run(
         **about,
         "config": str(config.path),
         "artifact": str(artifact.absolute()),
+        "tuned": str(tuned.absolute()) if tuned else "",
         "device": device or _device(),
         "weights": weights,
     }

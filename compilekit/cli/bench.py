@@ -249,6 +249,12 @@ def bucket_table(result: StartupResult) -> Table | None:
 @config_argument
 @click.argument("artifact", type=PATH, metavar="ARTIFACT")
 @click.option(
+    "--tuned",
+    type=PATH,
+    metavar="ARTIFACT",
+    help="The same, built with a tuning file: one strategy more.",
+)
+@click.option(
     "--strategies",
     metavar="NAMES",
     help="Strategies, separated by commas; all of them otherwise.",
@@ -290,6 +296,7 @@ def throughput(
     console: Console,
     config: Path,
     artifact: Path,
+    tuned: Path | None,
     strategies: str | None,
     deadline: float,
     calls: int,
@@ -302,18 +309,20 @@ def throughput(
     """Measure how fast a language model is served, by strategy.
 
     The strategies are eager, torch.compile in its four modes, and compilekit with and
-    without CUDA graphs, each in a fresh process. The configuration needs [generate].
+    without CUDA graphs and tuning, each in a fresh process. The configuration needs
+    [generate].
     """
     from compilekit.bench import throughput as bench
     from compilekit.config import load
 
-    chosen = bench.STRATEGIES
+    chosen: tuple[str, ...] = ()
     if strategies is not None:
         chosen = tuple(name.strip() for name in strategies.split(",") if name.strip())
     result = bench.run(
         load(config),
         artifact=artifact,
         out=out,
+        tuned=tuned,
         strategies=chosen,
         device=device or "",
         deadline=deadline,

@@ -125,6 +125,7 @@ def _rehearse_all(
 ) -> None:
     """Run each program once, the largest first, on a stream and memory of its own."""
     stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+    # Given back when it goes, after all that was allocated from it.
     pool = torch.cuda.MemPool()
     with (
         torch.inference_mode(),
@@ -132,28 +133,35 @@ def _rehearse_all(
         torch.cuda.stream(stream),
         torch.cuda.use_mem_pool(pool, gpu),
     ):
-        calls = [
-            (load_program(artifact, program, gpu), entry, program)
-            for entry, program in programs
-        ]
-        calls.sort(key=lambda item: -_positions(item[2]))
-        sizes = {
-            path: _bytes(spec)
-            for entry, _ in programs
-            for path, spec in entry.tensors.items()
-        }
-        largest = max(sizes.values(), default=0)
-        free, total = torch.cuda.mem_get_info(gpu)
-        if free < sum(sizes.values()) + largest + total * _LEFT:
+        _rehearse(artifact, programs, gpu)
+        stream.synchronize()
+
+
+def _rehearse(
+    artifact: Artifact, programs: list[tuple[Entry, Program]], gpu: torch.device
+) -> None:
+    calls = [
+        (load_program(artifact, program, gpu), entry, program)
+        for entry, program in programs
+    ]
+    calls.sort(key=lambda item: -_bytes_of_arguments(item[2]))
+    sizes = {
+        path: _bytes(spec)
+        for entry, _ in programs
+        for path, spec in entry.tensors.items()
+    }
+    largest = max(sizes.values(), default=0)
+    free, total = torch.cuda.mem_get_info(gpu)
+    if free < sum(sizes.values()) + largest + total * _LEFT:
+        return
+    # All the model's tensors look into the same memory: programs only read them.
+    shared = torch.zeros(largest, dtype=torch.uint8, device=gpu)
+    for call, entry, program in calls:
+        if _enough.is_set():
             return
-        # All the model's tensors look into the same memory: programs only read them.
-        shared = torch.zeros(largest, dtype=torch.uint8, device=gpu)
-        for call, entry, program in calls:
-            if _enough.is_set():
-                break
-            if can_rehearse(entry, program):
-                call(_inputs(entry, program, shared, gpu))
-                stream.synchronize()
+        if can_rehearse(entry, program):
+            call(_inputs(entry, program, shared, gpu))
+            torch.cuda.current_stream(gpu).synchronize()
 
 
 def can_rehearse(entry: Entry, program: Program) -> bool:
@@ -170,8 +178,8 @@ def can_rehearse(entry: Entry, program: Program) -> bool:
     )
 
 
-def _positions(program: Program) -> int:
-    """Elements of its arguments: what grows with a bucket."""
+def _bytes_of_arguments(program: Program) -> int:
+    """What grows with a bucket."""
     specs = [given.spec for given in program.inputs if given.spec is not None]
     return sum(_bytes(spec) for spec in specs)
 
