@@ -790,6 +790,31 @@ def test_target_list_says_what_runs_here(
     assert "avx512f" in row
 
 
+def test_target_list_asks_for_the_gpu(
+    command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A GPU's code runs on its compute capability, and nowhere without a driver."""
+    from compilekit.cli import target
+    from compilekit.runtime import gpu
+
+    def verdicts() -> dict[str, str]:
+        _, out, _ = command("target", "list")
+        rows = [line.split("\t") for line in out.splitlines()]
+        return {row[1]: row[-1] for row in rows if row[0] == "target"}
+
+    monkeypatch.setattr("compilekit.targets.machine", lambda: "x86_64")
+    monkeypatch.setattr(target, "_DRIVERS", (tmp_path / "driver",))
+    assert verdicts()["nvidia-h200"] == "no: no NVIDIA GPU here"
+    (tmp_path / "driver").touch()
+    h200 = gpu.Gpu("NVIDIA H200", 9, 0, 132, 232448, (13, 0))
+    monkeypatch.setattr(gpu, "gpu_here", lambda: h200)
+    found = verdicts()
+    assert (found["nvidia-h200"], found["nvidia-h100-sxm"]) == ("yes", "yes")
+    assert found["nvidia-a100"].startswith("no: this is NVIDIA H200")
+    monkeypatch.setattr(gpu, "gpu_here", lambda: None)
+    assert verdicts()["nvidia-h200"].startswith("no: this is ")
+
+
 def test_target_show_tells_where_values_come_from(command: Run) -> None:
     """Each value of a target has its mark."""
     _, out, _ = command("target", "show", "cpu-x86_64-v3")

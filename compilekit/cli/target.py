@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from compilekit.cli.options import PATH, Command, Commands, quoted
 from compilekit.console import Block, Facts, Mark, Report, Table
 from compilekit.errors import ResourceError
+
+if TYPE_CHECKING:
+    from compilekit.targets import Target
 
 
 @click.command("list", cls=Command, example="compilekit target list")
@@ -23,12 +27,14 @@ def list_() -> Report:
     for target in known:
         fits = target.machine == here
         missing = targets.missing_features(target, flags) if fits else ()
+        reason = ""
         if not fits:
-            verdict = Mark(f"no: needs {target.machine}, this is {here}", "warn")
+            reason = f"needs {target.machine}, this is {here}"
         elif missing:
-            verdict = Mark(f"no: lacks {', '.join(missing)}", "warn")
-        else:
-            verdict = Mark("yes", "good")
+            reason = f"lacks {', '.join(missing)}"
+        elif target.kind == "cuda":
+            reason = _gpu_reason(target)
+        verdict = Mark(f"no: {reason}", "warn") if reason else Mark("yes", "good")
         rows.append(
             (target.name, target.kind, target.march, target.simd_width, verdict)
         )
@@ -39,7 +45,7 @@ def list_() -> Report:
                 "machine": target.machine,
                 "march": target.march,
                 "simd_width": target.simd_width,
-                "runs_here": fits and not missing,
+                "runs_here": not reason,
                 "missing": missing,
             }
         )
@@ -49,6 +55,21 @@ def list_() -> Report:
         (Table("target", columns, rows),),
         next=f"compilekit target show {known[-1].name}",
     )
+
+
+# What the driver makes, on Linux and below Windows: without either, torch, which takes
+# a second to import, needn't be asked.
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+def _gpu_reason(target: Target) -> str:
+    """What keeps a GPU target's code from running here; empty if nothing does."""
+    if not any(path.exists() for path in _DRIVERS):
+        return "no NVIDIA GPU here"
+    from compilekit.runtime.gpu import gpu_here, gpu_mismatches
+
+    found = gpu_mismatches(target.name, target.device, {}, gpu_here())
+    return next((f"this is {m.here}" for m in found if m.verdict == "refuse"), "")
 
 
 @click.command(cls=Command, example="compilekit target show cpu-x86_64-v4")
