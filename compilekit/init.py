@@ -283,8 +283,9 @@ def _generate(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _text_to_text(config: Mapping[str, Any]) -> _Sketch:
+    positions = _positive(config, "max_position_embeddings", "n_positions")
     return _Sketch(
-        {"b": (1, 8), "s": _lengths(config), "t": _REPLIES},
+        {"b": (1, 8), "s": _lengths(config), "t": _up_to(positions, _REPLIES)},
         (
             _token_ids("input_ids", "s", config, "What the encoder reads."),
             _mask("s", "Padding is masked. A call without a mask means: all real."),
@@ -362,7 +363,7 @@ def _outputs(config: Mapping[str, Any], axis: str) -> dict[str, dict[int, str]]:
         return {"start_logits": tokens, "end_logits": tokens}
     if name.endswith(("ForSequenceClassification", "ForImageClassification")):
         return {"logits": batch}
-    if "For" in name or name.endswith(("LMHeadModel", "WithLMHead")):
+    if "For" in name or name.endswith(("LMHeadModel", "WithLMHead", "MTModel")):
         return {"logits": tokens}
     if name.endswith("WithProjection"):
         embeds = "text_embeds" if axis else "image_embeds"

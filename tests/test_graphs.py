@@ -8,6 +8,7 @@ import emulated_graphs
 import pytest
 import torch
 
+from compilekit.errors import AttachError
 from compilekit.runtime.graphs import GraphedCall, GraphPool
 
 
@@ -39,7 +40,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
     device, sizes = emulated_graphs.Device(), list[int]()
     device.install(monkeypatch)
     pool = GraphPool(torch.device("cuda", 0))
-    call = GraphedCall(device.program(program), pool, sizes.append)
+    call = GraphedCall("decode/b8", device.program(program), pool, sizes.append)
     return Captured(call, device, sizes)
 
 
@@ -103,8 +104,10 @@ def test_a_failed_capture(captured: Captured) -> None:
     x, w, seen = tensors()
     x.normal_()
     captured.device.refuses = RuntimeError("not permitted while capturing")
-    with pytest.raises(RuntimeError, match="not permitted while capturing"):
+    with pytest.raises(AttachError, match="not permitted while") as raised:
         captured.call([x, w, seen])
+    assert raised.value.message.startswith("what decode/b8 launches")
+    assert "COMPILEKIT_CUDA_GRAPHS=0" in raised.value.hint
     captured.device.refuses = None
     for _ in range(2):
         assert torch.equal(captured.call([x, w, seen])[0], x @ w)

@@ -66,7 +66,12 @@ class Step:
         self.graph = (
             None
             if pool is None
-            else GraphedCall(bound.call, pool, functools.partial(on_graph, *names))
+            else GraphedCall(
+                "/".join(names),
+                bound.call,
+                pool,
+                functools.partial(on_graph, *names),
+            )
         )
         sizes = bound.bucket.axes
         self.batch, self.places = sizes["b"], sizes["c"]

@@ -8,10 +8,12 @@ load or at a bucket's first call, when its kernels are there already.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 
+from compilekit.errors import AttachError
 from compilekit.runtime.program import Call
 
 
@@ -45,14 +47,20 @@ class GraphedCall:
     Outputs are copies: the graph's own are overwritten by the next replay.
 
     Args:
+        name: Entry and bucket, for messages.
         call: The host code.
         pool: Shared by all graphs that are replayed one after the other.
         on_capture: Told by how many bytes capturing it made the pool grow.
     """
 
     def __init__(
-        self, call: Call, pool: GraphPool, on_capture: Callable[[int], None]
+        self,
+        name: str,
+        call: Call,
+        pool: GraphPool,
+        on_capture: Callable[[int], None],
     ) -> None:
+        self._name = name
         self._call = call
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -84,12 +92,30 @@ class GraphedCall:
             # Other threads may allocate meanwhile.
             graph.capture_begin(pool.handle, capture_error_mode="thread_local")
             try:
-                self._outputs = self._call(list(kept))
-            finally:
-                graph.capture_end()
+                with _ended(graph):
+                    self._outputs = self._call(list(kept))
+            except RuntimeError as exc:
+                raise AttachError(
+                    f"what {self._name} launches can't be captured as a CUDA graph:"
+                    f" {str(exc).strip().splitlines()[0]}",
+                    hint="An operator of your own may wait for the device. Without"
+                    " graphs: COMPILEKIT_CUDA_GRAPHS=0, [serve] cuda_graphs = false.",
+                ) from exc
         current.wait_stream(pool.stream)
         for output in returned:
             output.record_stream(current)
         self._graph, self._addresses, self._inputs = graph, addresses, kept
         self._on_capture(pool.reserved() - warm)
         return returned
+
+
+@contextlib.contextmanager
+def _ended(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """End a capture, whatever happens; after an error that fails as well."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    graph.capture_end()
