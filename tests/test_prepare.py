@@ -14,7 +14,7 @@ import torch
 
 import compilekit
 from compilekit.artifact import open_artifact
-from compilekit.artifact.program import Entry, GraphInput, InputRule, Program
+from compilekit.artifact.program import Entry, GraphInput, InputRule, KernelRef, Program
 from compilekit.artifact.program import TensorSpec as Spec
 from compilekit.errors import AttachError, ConfigError, DigestError, MismatchError
 from compilekit.runtime import prepare as preparing
@@ -164,12 +164,31 @@ def test_a_rehearsals_inputs() -> None:
     assert len({t.untyped_storage().data_ptr() for t in (weight, ids, state)}) == 3
 
 
+def kernel(symbol: str) -> KernelRef:
+    """A GPU's kernel of that name."""
+    return KernelRef("", "", {"symbol": symbol})
+
+
+def test_empty_tensors_take_no_memory() -> None:
+    """A dimension of size 0, with any stride."""
+    empty = Spec("float32", (0, 8), (8, 1), "cuda")
+    entry = ENTRY._replace(tensors={"w": empty})
+    program = PROGRAM._replace(inputs=(GraphInput("tensor", "w"),))
+    shared = torch.zeros(0, dtype=torch.uint8)
+    (tensor,) = preparing._inputs(entry, program, shared, torch.device("cpu"))
+    assert (tuple(tensor.shape), tensor.dtype) == ((0, 8), torch.float32)
+
+
 def test_what_may_be_rehearsed() -> None:
     """Nothing random, nothing of strangers, no integers that the model holds."""
     assert can_rehearse(ENTRY, PROGRAM)
     change = ENTRY._replace
     assert not can_rehearse(change(training=True), PROGRAM)
     assert not can_rehearse(change(custom_ops={"my::op": {}}), PROGRAM)
+    assert not can_rehearse(ENTRY, PROGRAM._replace(kernels={"k": kernel("mine")}))
+    assert can_rehearse(ENTRY, PROGRAM._replace(kernels={"k": kernel("triton_poi")}))
+    step = PROGRAM._replace(kernels={"k": kernel("one_row")})
+    assert can_rehearse(change(role="decode"), step)
     places = {**ENTRY.tensors, "places": Spec("int64", (4,), (1,), "cuda")}
     assert not can_rehearse(change(tensors=places), PROGRAM)
     for name in (

@@ -135,7 +135,12 @@ def measure(row: str, artifact: str, folder: Path) -> dict[str, Any]:
         )
     torch.cuda.synchronize()
     lap("first token")
-    result: dict[str, Any] = {"row": row, "phases": phases, "token_at": time.time()}
+    result: dict[str, Any] = {
+        "row": row,
+        "phases": phases,
+        "token_at": time.time(),
+        "reserved_mb": torch.cuda.memory_reserved() / 2**20,
+    }
     if row != "eager":
         result["attach_ms"] = receipt.milliseconds
     return result
