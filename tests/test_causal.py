@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,66 @@ def written_later(q: torch.Tensor) -> torch.Tensor:
     return out + mask.sum()
 
 
+def prefix(q: torch.Tensor) -> torch.Tensor:
+    mask = future(q.device)[0, 0].clone()
+    mask[:, :3].fill_(True)
+    return attention(q, q, q, mask)
+
+
+def row_of_a_row(q: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask[0][1:] = True
+    return attention(q, q, q, mask)
+
+
+def diagonal(q: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    mask.diagonal(1).fill_(True)
+    return attention(q, q, q, mask)
+
+
+def sibling(q: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    one, other = mask[None], mask.view(1, S, S)
+    other[0].fill_(True)
+    return attention(q, q, q, one)
+
+
+def in_place_function(q: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(S, S).tril() - 1.0
+    torch.nn.functional.relu(mask, inplace=True)
+    return attention(q, q, q, mask >= 0)
+
+
+def packet(q: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(S, S, dtype=torch.bool).tril()
+    torch.ops.compilekit_tests.open_all(mask)
+    return attention(q, q, q, mask)
+
+
+def strangers(q: torch.Tensor) -> torch.Tensor:
+    return attention(q, q, q, torch.ops.compilekit_tests.mask(S))
+
+
+def uninitialised(q: torch.Tensor) -> torch.Tensor:
+    return attention(q, q, q, torch.empty(S, S, dtype=torch.bool).tril())
+
+
+@torch.library.custom_op("compilekit_tests::open_all", mutates_args=("mask",))
+def open_all(mask: torch.Tensor) -> None:
+    mask.fill_(True)
+
+
+@torch.library.custom_op("compilekit_tests::mask", mutates_args=())
+def mask(size: int) -> torch.Tensor:
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+@mask.register_fake
+def _(size: int) -> torch.Tensor:
+    return torch.empty(size, size, dtype=torch.bool)
+
+
 def longer_keys(q: torch.Tensor) -> torch.Tensor:
     """Aligned to the last key, where is_causal is aligned to the first."""
     mask = torch.ones(S - 2, S, dtype=torch.bool).tril(2)
@@ -134,7 +195,8 @@ def already(q: torch.Tensor) -> torch.Tensor:
     "function",
     [
         *(from_input, sliding, anti_causal, floats, random, written, written_later),
-        *(longer_keys, already),
+        *(longer_keys, already, prefix, row_of_a_row, diagonal, sibling),
+        *(in_place_function, packet, strangers, uninitialised),
     ],
 )
 def test_every_other_mask_stays(
@@ -170,11 +232,28 @@ class Layer(nn.Module):
         places = torch.arange(x.shape[1], device=x.device)
         mask = places[None] <= places[:, None]
         return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
+
+
+class Writing(Layer):
+    # Results of these calls aren't used; what they write is.
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(2, 16, 8))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        h = x + 1
+        h.mul_(3.0)
+        nn.functional.relu(h, inplace=True)
+        h[:, 0].zero_()
+        self.cache.index_copy_(1, torch.arange(x.shape[1]), h)
+        torch.add(self.calls, 1, out=self.calls)
+        return super().forward(h)
 """
 
 CONFIG = """
 [model]
-source = "causal_layer:Layer"
+source = "causal_layer:{model}"
 [axes]
 s = [4, 16]
 [entries.forward.inputs.x]
@@ -188,14 +267,14 @@ attention = {attention}
 @pytest.fixture
 def layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], BuildResult]:
+) -> Callable[..., BuildResult]:
     """Builds the layer with a list of backends."""
     (tmp_path / "causal_layer.py").write_text(MODEL)
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(backends: str) -> BuildResult:
+    def make(backends: str, model: str = "Layer") -> BuildResult:
         path = tmp_path / "compilekit.toml"
-        path.write_text(CONFIG.format(attention=backends))
+        path.write_text(CONFIG.format(attention=backends, model=model))
         return build(configuration.load(path), tmp_path / "out", verify=False)
 
     return make
@@ -209,7 +288,7 @@ def layer(
     ],
 )
 def test_the_programs_take_the_backends_named(
-    layer: Callable[[str], BuildResult], backends: str, operator: str
+    layer: Callable[..., BuildResult], backends: str, operator: str
 ) -> None:
     """By the report, in the host code, and with eager's results."""
     import importlib
@@ -232,7 +311,7 @@ def test_the_programs_take_the_backends_named(
 
 
 def test_a_call_that_no_backend_takes_fails_its_bucket(
-    layer: Callable[[str], BuildResult],
+    layer: Callable[..., BuildResult],
 ) -> None:
     """Naming the operation; the CPU has no cuDNN."""
     result = layer('["cudnn"]')
@@ -240,3 +319,20 @@ def test_a_call_that_no_backend_takes_fails_its_bucket(
     for bucket in result.buckets:
         assert bucket.error.startswith("scaled_dot_product_attention (")
         assert '[compile] attention rules out too much: "math"' in bucket.error
+
+
+def test_what_a_model_writes_stays(layer: Callable[..., BuildResult]) -> None:
+    """Calls for their effect alone aren't taken for dead code."""
+    import importlib
+
+    path = layer('["flash"]', "Writing").artifact
+    assert path is not None
+    model = importlib.import_module("causal_layer").Writing().eval()
+    eager = copy.deepcopy(model)
+    compilekit.attach(model, open_artifact(path), require="program")
+    x = torch.randn(2, 16, 8)
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), eager(x))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+    assert eager.calls.item() == 2

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import operator
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._inductor.inductor_prims import force_stride_order
 from torch._library.custom_ops import OPDEFS
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compilekit._torch.runtime import operator_schema
+from compilekit._torch.runtime import operator_schema, storage_id
 
 
 def operator_origin(name: str) -> dict[str, str]:
@@ -29,10 +30,11 @@ def operator_origin(name: str) -> dict[str, str]:
     return {"module": module, "schema": operator_schema(packet)}
 
 
-# Python's in-place operators: iadd beside add, ior beside or_.
-_PLAIN = {name.rstrip("_") for name in vars(operator)}
-_WRITING = {n for n in _PLAIN if n.startswith("i") and n[1:] in _PLAIN}
-_WRITING |= {"setitem", "delitem"}
+# Python's in-place operators.
+_WRITING = {
+    *("iadd", "iand", "iconcat", "ifloordiv", "ilshift", "imatmul", "imod", "imul"),
+    *("ior", "ipow", "irshift", "isub", "itruediv", "ixor", "setitem", "delitem"),
+}
 
 
 def may_write(node: torch.fx.Node) -> bool:
@@ -47,10 +49,25 @@ def may_write(node: torch.fx.Node) -> bool:
         return True
     if isinstance(target, OpOverload):
         return bool(target._schema.is_mutable)
+    if isinstance(target, OpOverloadPacket):
+        names = target.overloads()  # type: ignore[no-untyped-call]
+        overloads = [getattr(target, name) for name in names]
+        return any(overload._schema.is_mutable for overload in overloads)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if name.startswith("__") or getattr(target, "__module__", "") == "_operator":
         return name.strip("_") in _WRITING
+    if "inplace" in _parameters(target):
+        given = [*node.args, *node.kwargs.values()]
+        return any(value is True for value in given)
     return name.endswith("_") or "out" in node.kwargs
+
+
+def _parameters(target: Any) -> Sequence[str]:
+    """Names of a Python function's parameters; none of a built-in one's."""
+    code = (
+        getattr(inspect.unwrap(target), "__code__", None) if callable(target) else None
+    )
+    return () if code is None else code.co_varnames[: code.co_argcount]
 
 
 def compute_once(graph: torch.fx.GraphModule, node: torch.fx.Node) -> None:
@@ -71,18 +88,26 @@ def compute_once(graph: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     node.replace_all_uses_with(stored, lambda user: user is not stored)
 
 
-class _Drawn(Exception):
-    """A value is random."""
+class _NotConstant(Exception):
+    """An operator's result isn't the same each time, or not torch's to say."""
 
 
-class _NothingRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators that draw random numbers."""
+# Memory that holds whatever it held before.
+_UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty")
+
+
+class _ConstantOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operators that draw random numbers, and any that aren't torch's own."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Drawn(str(func))
+        if (
+            func.namespace not in ("aten", "prims", "prim")
+            or torch.Tag.nondeterministic_seeded in func.tags
+            or func._opname in _UNINITIALISED
+        ):
+            raise _NotConstant(str(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -92,8 +117,8 @@ def constant_value(node: torch.fx.Node, most: int) -> torch.Tensor | None:
     Args:
         most: Elements of the largest tensor on the way that is worth computing.
     Returns:
-        None if the value depends on an input or is random, if something may be written
-        on the way, or if it can't be computed here.
+        None if the value depends on an input, is random or a custom operator's, if
+        anything may write into memory on the way, or if it can't be computed here.
 
     Source: torch/utils/_python_dispatch.py, TorchDispatchMode (2.11, 2.13).
     """
@@ -101,23 +126,29 @@ def constant_value(node: torch.fx.Node, most: int) -> torch.Tensor | None:
     for earlier in reversed(list(node.graph.nodes)):
         if earlier not in needed:
             continue
-        example = earlier.meta.get("example_value")
-        if (
-            earlier.op not in ("call_function", "call_method")
-            or any(map(may_write, (earlier, *earlier.users)))
-            or (isinstance(example, torch.Tensor) and example.numel() > most)
-        ):
+        if earlier.op not in ("call_function", "call_method"):
+            return None
+        example = _example(earlier)
+        if example is not None and example.numel() > most:
             return None
         needed.update(earlier.all_input_nodes)
+    # Views share their memory, of fake tensors too.
+    memory = {storage_id(x) for x in map(_example, needed) if x is not None}
+    for writer in filter(may_write, node.graph.nodes):
+        touched = map(_example, (writer, *writer.all_input_nodes))
+        if any(x is not None and storage_id(x) in memory for x in touched):
+            return None
     values: dict[torch.fx.Node, Any] = {}
 
     def here(argument: Any) -> Any:
         if isinstance(argument, torch.fx.Node):
             return values[argument]
-        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+        named = isinstance(argument, str) and argument.startswith("cuda")
+        on_device = named or isinstance(argument, torch.device)
+        return torch.device("cpu") if on_device else argument
 
     try:
-        with torch.no_grad(), _NothingRandom():  # type: ignore[no-untyped-call]
+        with torch.no_grad(), _ConstantOnly():  # type: ignore[no-untyped-call]
             for step in node.graph.nodes:
                 if step in needed:
                     args = map_aggregate(step.args, here)
@@ -128,7 +159,15 @@ def constant_value(node: torch.fx.Node, most: int) -> torch.Tensor | None:
                         )
                     else:
                         values[step] = step.target(*args, **kwargs)
+        value = values[node]
+        return value.cpu() if isinstance(value, torch.Tensor) else None
     except Exception:  # noqa: BLE001 - whatever the model's code asks for
         return None
-    value = values[node]
-    return value if isinstance(value, torch.Tensor) else None
+
+
+def _example(node: torch.fx.Node) -> torch.Tensor | None:
+    """The fake tensor that a node stands for."""
+    example = node.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
+        return None
+    return example

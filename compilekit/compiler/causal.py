@@ -25,7 +25,7 @@ _MOST_ELEMENTS = 2**28
 def pass_causality(graph: GraphModule) -> int:
     """Replace masks that hide nothing, or just the future, by ``is_causal``.
 
-    Only masks that depend on no input are looked at.
+    Only boolean masks that depend on no input are looked at.
 
     Args:
         graph: As Dynamo captured it, with ``example_value`` of its nodes; changed.
@@ -53,10 +53,23 @@ def pass_causality(graph: GraphModule) -> int:
         given.update(attn_mask=None, is_causal=causal)
         node.args, node.kwargs = (), given
         changed += 1
+        _erase_unused(graph, mask)
     if changed:
-        graph.graph.eliminate_dead_code()
         graph.recompile()
     return changed
+
+
+def _erase_unused(graph: GraphModule, mask: Node) -> None:
+    """Erase what only a mask was made of: constants, which write nothing.
+
+    Nothing else: a call whose result isn't used may write into a tensor.
+    """
+    if mask.users:
+        return
+    sources = mask.all_input_nodes
+    graph.graph.erase_node(mask)
+    for source in sources:
+        _erase_unused(graph, source)
 
 
 def _length(node: Any) -> int:

@@ -320,7 +320,7 @@ def describe(model: torch.nn.Module) -> CausalModel:
     device = next(model.parameters()).device
     config: Any = model.config
     cache = DynamicCache(config=config.get_text_config(decoder=True))
-    with torch.no_grad(), mode:
+    with torch.no_grad(), mode, _simple_experts(model):
         ones = torch.ones(1, 2, dtype=torch.int64, device=device)
         output = model(input_ids=ones, use_cache=True, **{cache_name(model): cache})
     layers = []
@@ -336,6 +336,24 @@ def describe(model: torch.nn.Module) -> CausalModel:
     if not layers:
         raise _refusal(model, "it keeps no keys and values")
     return CausalModel(tuple(layers), class_name(type(output)))
+
+
+@contextlib.contextmanager
+def _simple_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Have a mixture of experts multiply as fake tensors can in every dtype.
+
+    Outside of Dynamo transformers takes torch's grouped product, which has fakes of
+    bfloat16 only.
+    """
+    usual = getattr(model.config, "_experts_implementation", None)
+    if usual is None:
+        yield
+        return
+    model.set_experts_implementation("batched_mm")  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(usual)  # type: ignore[operator]
 
 
 def _refusal(model: torch.nn.Module, why: str) -> UnsupportedByProgramError:
