@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import compilekit
-from compilekit.artifact import open_artifact
-from compilekit.artifact.program import Entry, GraphInput, InputRule, KernelRef, Program
+from compilekit.artifact import Artifact, open_artifact
+from compilekit.artifact.program import (
+    Constant,
+    Entry,
+    GraphInput,
+    InputRule,
+    KernelRef,
+    Program,
+)
 from compilekit.artifact.program import TensorSpec as Spec
-from compilekit.errors import AttachError, ConfigError, DigestError, MismatchError
+from compilekit.errors import AttachError, ConfigError, DigestError
 from compilekit.runtime import prepare as preparing
 from compilekit.runtime import program as programs
 from compilekit.runtime.prepare import can_rehearse, finish
@@ -24,62 +32,152 @@ from compilekit.runtime.prepare import can_rehearse, finish
 MakeZoo = Callable[..., Any]
 
 
-def test_attach_takes_what_was_prepared(
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine where asking for cuda:0 starts a thread, which takes the CPU's code."""
+    place = torch.device("cuda", 0)
+    cpu = torch.device("cpu")
+    rehearse = preparing._rehearse
+
+    def on_cpu(
+        artifact: Artifact, programs: Any, gpu: torch.device, enough: Any
+    ) -> None:
+        rehearse(artifact, programs, cpu, enough)
+
+    monkeypatch.setattr(preparing, "asked_place", lambda device: place)
+    monkeypatch.setattr(
+        preparing, "choose_target", lambda a, *_: next(iter(a.manifest.targets))
+    )
+    monkeypatch.setattr(preparing, "_rehearse_all", on_cpu)
+    monkeypatch.setattr(preparing, "_is_harmless", lambda artifact, kernel: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (10**12, 10**12))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda gpu: Stream())
+    yield
+    finish()
+
+
+class Stream:
+    """Everything on it is done."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+@pytest.mark.usefixtures("gpu")
+def test_programs_are_rehearsed(
     zoo_artifact: Path, make_zoo: MakeZoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every kernel is loaded without a model; attach loads none again."""
+    """Kernels are loaded without a model, and attach loads none of them again."""
     monkeypatch.setattr(programs, "_kernels", {})
-    opened = compilekit.prepare(zoo_artifact)
-    for thread in list(preparing._running):
-        thread.join()
+    ran = []
+
+    def load_program(artifact: Artifact, program: Program, *rest: Any) -> Any:
+        call = programs.load_program(artifact, program, *rest)
+        return lambda inputs: ran.append((program.entry, len(call(inputs))))
+
+    monkeypatch.setattr(preparing, "load_program", load_program)
+    opened = compilekit.prepare(zoo_artifact, device="cuda")
+    for preparation in list(preparing._running):
+        preparation.thread.join()
     known = {k.digest for p in opened.programs.values() for k in p.kernels.values()}
     assert programs._kernels.keys() == known
+    assert {entry for entry, _ in ran} >= {"forward", "rows", "held"}
 
     def load(artifact: Any, digest: str) -> Any:
         raise AssertionError(f"{digest} is loaded again")
 
     monkeypatch.setattr(programs, "_load", load)
-    model = make_zoo()
-    receipt = compilekit.attach(model, opened, entry="held")
-    assert "wait" in receipt.milliseconds
-    receipt.detach()
-    receipt = compilekit.attach(model, opened, entry="held")
+    receipt = compilekit.attach(make_zoo(), opened, entry="held", device="cpu")
     assert "wait" not in receipt.milliseconds
+    assert not preparing._running
     receipt.detach()
 
 
-def test_attach_ends_it_where_it_is(
-    zoo_artifact: Path, make_zoo: MakeZoo, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_without_room_is_left_alone(
+    zoo_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What isn't loaded yet, attach loads by itself."""
-    started, load = threading.Event(), preparing.load_program
-    count = 0
+    """Where the model wouldn't fit beside it, nothing is run."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (1000, 10**9))
+    monkeypatch.setattr(preparing, "load_program", None)
+    compilekit.prepare(zoo_artifact)
+    preparing._running[0].thread.join()
 
-    def slowly(*arguments: Any) -> Any:
-        nonlocal count
-        count += 1
-        started.set()
-        assert preparing._enough.wait(30)
-        return load(*arguments)
 
-    monkeypatch.setattr(preparing, "load_program", slowly)
+def test_nothing_is_begun_on_a_cpu(zoo_artifact: Path) -> None:
+    """The artifact is opened, and that's all."""
     opened = compilekit.prepare(zoo_artifact)
-    assert started.wait(30)
-    receipt = compilekit.attach(make_zoo(), opened, entry="held")
-    assert count == 1
-    assert not preparing._enough.is_set()
+    assert opened.root == zoo_artifact
+    assert not preparing._running
+    assert not finish()
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, gpu: None) -> Iterator[list[threading.Event]]:
+    """Preparations that go on until they are told to end; their events."""
+    begun: list[threading.Event] = []
+
+    def prepare(artifact: Any, place: Any, target: Any, enough: Any) -> None:
+        begun.append(enough)
+        assert enough.wait(30)
+
+    monkeypatch.setattr(preparing, "_prepare", prepare)
+    yield begun
+    finish()
+
+
+def test_attach_ends_all_where_they_are(
+    zoo_artifact: Path, make_zoo: MakeZoo, slow: list[threading.Event]
+) -> None:
+    """Of another artifact too; the phase says that it waited."""
+    opened = [compilekit.prepare(zoo_artifact) for _ in range(2)]
+    receipt = compilekit.attach(make_zoo(), opened[0], entry="held", device="cpu")
+    assert "wait" in receipt.milliseconds
+    assert not preparing._running
     receipt.detach()
 
 
-def test_a_fork_waits(zoo_artifact: Path) -> None:
+def test_two_may_wait(zoo_artifact: Path, slow: list[threading.Event]) -> None:
+    """Both return when it has ended, and the next preparation isn't ended by them."""
+    compilekit.prepare(zoo_artifact)
+    thread = preparing._running[0].thread
+    waiting = [threading.Thread(target=finish) for _ in range(2)]
+    for each in waiting:
+        each.start()
+    for each in waiting:
+        each.join()
+    assert not thread.is_alive()
+    compilekit.prepare(zoo_artifact)
+    assert not preparing._running[0].enough.is_set()
+
+
+def test_a_fork_waits(zoo_artifact: Path, slow: list[threading.Event]) -> None:
     """No child inherits a lock that the thread held."""
     compilekit.prepare(zoo_artifact)
-    assert preparing._running
+    thread = preparing._running[0].thread
     child = os.fork()
     if child == 0:
         os._exit(len(preparing._running))
     assert os.waitpid(child, 0)[1] == 0
-    assert not preparing._running
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("error", [OSError, AssertionError, AttributeError])
+def test_no_error_leaves_the_thread(
+    zoo_artifact: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Nothing is printed either: attach comes to the same."""
+
+    def load(*_: Any) -> None:
+        raise error("no such kernel")
+
+    printed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    monkeypatch.setattr(preparing, "load_kernels", load)
+    compilekit.prepare(zoo_artifact)
+    preparing._running[0].thread.join()
+    assert not printed
 
 
 def test_a_damaged_artifact_is_refused_at_once(
@@ -96,24 +194,24 @@ def test_a_damaged_artifact_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("device", "error"), [("gpu", ConfigError), ("meta", AttachError)]
+    ("device", "error"),
+    [("gpu", ConfigError), (5.0, ConfigError), ("meta", AttachError)],
 )
 def test_unknown_places_are_refused(
-    zoo_artifact: Path, device: str, error: type[Exception]
+    zoo_artifact: Path, device: Any, error: type[Exception]
 ) -> None:
     """As attach refuses them."""
-    with pytest.raises(error, match=device):
+    with pytest.raises(error, match=str(device)):
         compilekit.prepare(zoo_artifact, device=device)
 
 
-def test_what_doesnt_fit_is_attachs_to_say(
-    zoo_artifact: Path, make_zoo: MakeZoo
+def test_a_gpu_that_isnt_there_is_refused(
+    zoo_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread ends without a word; attach names both sides."""
-    opened = compilekit.prepare(zoo_artifact, target="nvidia-h200")
-    assert finish()
-    with pytest.raises((MismatchError, ConfigError), match="nvidia-h200"):
-        compilekit.attach(make_zoo(), opened, target="nvidia-h200")
+    """With what to do, not with torch's assertion."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(AttachError, match="torch sees no GPU"):
+        compilekit.prepare(zoo_artifact, device="cuda")
 
 
 ENTRY = Entry(
@@ -164,9 +262,17 @@ def test_a_rehearsals_inputs() -> None:
     assert len({t.untyped_storage().data_ptr() for t in (weight, ids, state)}) == 3
 
 
-def kernel(symbol: str) -> KernelRef:
+def kernel(symbol: str, source: str = "safe") -> KernelRef:
     """A GPU's kernel of that name."""
-    return KernelRef("", "", {"symbol": symbol})
+    return KernelRef("", source, {"symbol": symbol})
+
+
+class Sources(dict[str, bytes]):
+    """An artifact's files."""
+
+    def read(self, path: str) -> bytes:
+        """One of them."""
+        return self[path]
 
 
 def test_empty_tensors_take_no_memory() -> None:
@@ -181,16 +287,22 @@ def test_empty_tensors_take_no_memory() -> None:
 
 def test_what_may_be_rehearsed() -> None:
     """Nothing random, nothing of strangers, no integers that the model holds."""
-    assert can_rehearse(ENTRY, PROGRAM)
+    sources = {"sources/safe.py": b"", "sources/checks.py": b"tl.device_assert(x)"}
+    can = functools.partial(can_rehearse, cast(Artifact, Sources(sources)))
+    assert can(ENTRY, PROGRAM)
     change = ENTRY._replace
-    assert not can_rehearse(change(training=True), PROGRAM)
-    assert not can_rehearse(change(custom_ops={"my::op": {}}), PROGRAM)
-    assert not can_rehearse(ENTRY, PROGRAM._replace(kernels={"k": kernel("mine")}))
-    assert can_rehearse(ENTRY, PROGRAM._replace(kernels={"k": kernel("triton_poi")}))
+    assert not can(change(training=True), PROGRAM)
+    assert not can(change(custom_ops={"my::op": {}}), PROGRAM)
+    assert not can(ENTRY, PROGRAM._replace(kernels={"k": kernel("mine")}))
+    assert can(ENTRY, PROGRAM._replace(kernels={"k": kernel("triton_poi")}))
+    looks_up = PROGRAM._replace(kernels={"k": kernel("triton_poi", "checks")})
+    assert not can(ENTRY, looks_up)
+    assert can(change(role="prefill"), looks_up)
     step = PROGRAM._replace(kernels={"k": kernel("one_row")})
-    assert can_rehearse(change(role="decode"), step)
+    assert can(change(role="decode"), step)
+    assert not can(ENTRY, PROGRAM._replace(constants={"c": Constant("", "c")}))
     places = {**ENTRY.tensors, "places": Spec("int64", (4,), (1,), "cuda")}
-    assert not can_rehearse(change(tensors=places), PROGRAM)
+    assert not can(change(tensors=places), PROGRAM)
     for name in (
         "torch.ops.mine.op.default",
         "torch.ops._c10d_functional.all_reduce.default",
@@ -199,7 +311,7 @@ def test_what_may_be_rehearsed() -> None:
         "inductor_ops.seed",
         "torch.ops.inductor.seeds",
     ):
-        assert not can_rehearse(ENTRY, PROGRAM._replace(externs=(name,))), name
+        assert not can(ENTRY, PROGRAM._replace(externs=(name,))), name
 
 
 def test_the_opened_artifact_comes_back(zoo_artifact: Path) -> None:

@@ -115,7 +115,7 @@ class CompileConfig:
         fullgraph: Whether a graph break is an error.
         threads: Of CPU code; 0 = any thread count.
         attention: Backends that ``scaled_dot_product_attention`` may take, with
-            causal masks said to be that; empty = all, and masks as they are.
+            boolean causal masks said to be that; empty = all, and masks as they are.
         decode_kernels: Whether ``[generate]``'s steps for a GPU take our own kernels
             for products of few rows and for a token's attention.
         options: Inductor's.

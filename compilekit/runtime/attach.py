@@ -3,7 +3,7 @@
 Lifecycle of one start::
 
     open      every byte verified against the manifest
-    wait      for `compilekit.prepare`, if it is still loading
+    wait      until `compilekit.prepare`, if it is still loading, has ended where it is
     check     machine and versions, all mismatches at once
     compare   the live model with each entry, all mismatches at once
     load      host code and kernels of every bucket, or nothing if they load lazily

@@ -24,12 +24,17 @@ def asked_place(device: str | torch.device) -> torch.device:
     """
     try:
         place = torch.device(device)
-    except RuntimeError as exc:
+    except (RuntimeError, TypeError) as exc:
         raise ConfigError(f"device: expected cpu or cuda, found {device}") from exc
     if place.type not in ("cpu", "cuda"):
         raise AttachError(
             f"programs run on cpu and cuda, and device = {device} was asked for",
             hint='Use device = "cpu", or build for the device.',
+        )
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise AttachError(
+            f"device = {device} was asked for, and torch sees no GPU",
+            hint="`compilekit doctor` looks for what this machine lacks.",
         )
     if str(place) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())

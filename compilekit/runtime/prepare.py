@@ -1,18 +1,20 @@
-"""`prepare`: what a start can do before the model's weights are there.
+"""`prepare`: what a start on a GPU can do before the model's weights are there.
 
-Reading weights keeps the disk and the bus busy. Meanwhile a thread opens the artifact,
-loads its kernels and, on a GPU, runs each program once on memory of its own: PyTorch's
-libraries read their kernels from files of 2 GB at the first call that needs them. What
-`attach` then finds is there already, by digest, whatever model it is given.
+Reading weights keeps the disk and the bus busy. Meanwhile a thread loads an artifact's
+kernels and runs each program once on memory of its own: PyTorch's libraries read their
+kernels from files of 2 GB at the first call that needs them. What `attach` then finds
+is loaded already, by digest, whatever model it is given.
 
 Nothing here fails a start: `attach` comes to the same faults and says what they are.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import threading
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +22,7 @@ from compilekit.artifact import Artifact
 from compilekit.artifact.program import Entry, KernelRef, Program, TensorSpec
 from compilekit.runtime.check import choose_target, demand_target
 from compilekit.runtime.place import asked_place
-from compilekit.runtime.program import load_program
+from compilekit.runtime.program import load_kernels, load_program
 from compilekit.runtime.requirements import open_required
 
 # What a rehearsal may call: operators of torch that neither draw random numbers nor
@@ -31,8 +33,20 @@ _ROUND = 512
 # Part of the device's memory that a rehearsal leaves to the model's caches.
 _LEFT = 0.1
 
-_running: list[threading.Thread] = []
-_enough = threading.Event()
+
+class _Preparation(NamedTuple):
+    """One that was begun.
+
+    Attributes:
+        enough: Set to have it end where it is.
+    """
+
+    thread: threading.Thread
+    enough: threading.Event
+
+
+_running: list[_Preparation] = []
+_lock = threading.Lock()
 
 
 def prepare(
@@ -43,10 +57,13 @@ def prepare(
 ) -> Artifact:
     """Load an artifact's code beside whatever the process does next.
 
-    On a GPU it takes memory for the largest of the model's tensors and for what the
-    programs need besides, which it gives back; it takes none where the model wouldn't
-    have enough left. Programs that draw random numbers, use operators or kernels from
-    elsewhere, or read integers out of the model aren't run, only loaded.
+    The artifact is opened, every byte verified, before this returns. On a CPU that's
+    all: nothing else takes time there. On a GPU a thread takes memory for the largest
+    of the model's tensors and for what the programs need besides, which it gives back;
+    it takes none where the model wouldn't have enough left. Programs that hold folded
+    weights, draw random numbers, use operators or kernels from elsewhere, look
+    something up by an index or read integers out of the model aren't run, only their
+    kernels are loaded; a step of ``[generate]`` may look up tokens.
 
     Args:
         artifact, target: As for `compilekit.attach`.
@@ -69,58 +86,70 @@ def prepare(
         kinds = {one["kind"] for one in opened.manifest.targets.values()}
         device = "cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu"
     place = asked_place(device)
-    thread = threading.Thread(
-        target=_prepare, args=(opened, place, target), name="compilekit-prepare"
-    )
-    _running.append(thread)
-    thread.start()
+    if place.type == "cuda":
+        enough = threading.Event()
+        thread = threading.Thread(
+            target=_prepare,
+            args=(opened, place, target, enough),
+            name="compilekit-prepare",
+            daemon=True,
+        )
+        with _lock:
+            thread.start()
+            _running.append(_Preparation(thread, enough))
     return opened
 
 
 def finish() -> bool:
-    """Have it end where it is, for what is left is done as fast by whoever waits.
+    """Have every preparation end where it is: whoever waits does the rest as fast.
 
     Returns:
-        True if anything was being prepared.
+        True if any was still going on.
     """
-    waited = bool(_running)
-    _enough.set()
-    while _running:
-        _running.pop().join()
-    _enough.clear()
+    here = threading.current_thread()
+    with _lock:
+        others = [each for each in _running if each.thread is not here]
+    waited = False
+    for each in others:
+        each.enough.set()
+        waited |= each.thread.is_alive()
+    for each in others:
+        each.thread.join()
+    with _lock:
+        _running[:] = [each for each in _running if each not in others]
     return waited
 
 
-# A child would wait for ever for a lock that the thread held.
+# A child would wait for ever for a lock that a thread held, and the end of the process
+# for the last program.
 os.register_at_fork(before=finish)
+atexit.register(finish)
 
 
-def _prepare(artifact: Artifact, place: torch.device, wanted: str | None) -> None:
-    gpu = place if place.type == "cuda" else None
+def _prepare(
+    artifact: Artifact, place: torch.device, wanted: str | None, enough: threading.Event
+) -> None:
     try:
         target = (
-            choose_target(artifact, place.type, gpu)
+            choose_target(artifact, place.type, place)
             if wanted is None
-            else demand_target(artifact, wanted, place.type, gpu)
+            else demand_target(artifact, wanted, place.type, place)
         )
         programs = [
             (artifact.entries[(target, program.entry)], program)
             for (name, _, _), program in artifact.programs.items()
             if name == target
         ]
-        if gpu is None:
-            for _, program in programs:
-                if _enough.is_set():
-                    break
-                load_program(artifact, program, place)
-        else:
-            _rehearse_all(artifact, programs, gpu)
+        _rehearse_all(artifact, programs, place, enough)
     except Exception:  # noqa: BLE001 - attach comes to the same, and says what it is
         return
 
 
 def _rehearse_all(
-    artifact: Artifact, programs: list[tuple[Entry, Program]], gpu: torch.device
+    artifact: Artifact,
+    programs: list[tuple[Entry, Program]],
+    gpu: torch.device,
+    enough: threading.Event,
 ) -> None:
     """Run each program once, the largest first, on a stream and memory of its own."""
     stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
@@ -132,18 +161,20 @@ def _rehearse_all(
         torch.cuda.stream(stream),
         torch.cuda.use_mem_pool(pool, gpu),
     ):
-        _rehearse(artifact, programs, gpu)
+        _rehearse(artifact, programs, gpu, enough)
         stream.synchronize()
 
 
 def _rehearse(
-    artifact: Artifact, programs: list[tuple[Entry, Program]], gpu: torch.device
+    artifact: Artifact,
+    programs: list[tuple[Entry, Program]],
+    gpu: torch.device,
+    enough: threading.Event,
 ) -> None:
-    calls = [
-        (load_program(artifact, program, gpu), entry, program)
-        for entry, program in programs
-    ]
-    calls.sort(key=lambda item: -_bytes_of_arguments(item[2]))
+    for _, program in programs:
+        if enough.is_set():
+            return
+        load_kernels(artifact, program, gpu)
     sizes = {
         path: _bytes(spec)
         for entry, _ in programs
@@ -155,32 +186,48 @@ def _rehearse(
         return
     # All the model's tensors look into the same memory: programs only read them.
     shared = torch.zeros(largest, dtype=torch.uint8, device=gpu)
-    for call, entry, program in calls:
-        if _enough.is_set():
+    programs = sorted(programs, key=lambda item: -_bytes_of_arguments(item[1]))
+    for entry, program in programs:
+        if enough.is_set():
             return
-        if can_rehearse(entry, program):
-            call(_inputs(entry, program, shared, gpu))
+        if not can_rehearse(artifact, entry, program):
+            continue
+        inputs = _inputs(entry, program, shared, gpu)
+        # Whoever makes models without memory patches how tensors are made.
+        if all(tensor.device == gpu for tensor in inputs):
+            load_program(artifact, program, gpu)(inputs)
             torch.cuda.current_stream(gpu).synchronize()
 
 
-def _is_inductors(kernel: KernelRef) -> bool:
-    return str(kernel.launch["symbol"]).startswith("triton_")
-
-
-def can_rehearse(entry: Entry, program: Program) -> bool:
+def can_rehearse(artifact: Artifact, entry: Entry, program: Program) -> bool:
     """Whether a program may run on made-up values without anybody noticing."""
     values = [spec.dtype for spec in entry.tensors.values()]
-    return bool(
+    return (
         not entry.training
         and not entry.custom_ops
-        # A user's own kernel may loop for ever on values that no call has.
-        and (entry.role or all(map(_is_inductors, program.kernels.values())))
+        and not program.constants
         and all(dtype.startswith(("float", "bfloat")) for dtype in values)
         and all(
             _PLAIN.fullmatch(name) and not _RANDOM.search(name)
             for name in program.externs
         )
+        # A step of [generate] looks up tokens, and a token 0 there is.
+        and (
+            bool(entry.role)
+            or all(_is_harmless(artifact, k) for k in program.kernels.values())
+        )
     )
+
+
+def _is_harmless(artifact: Artifact, kernel: KernelRef) -> bool:
+    """Whether a kernel neither loops as its values say nor checks an index.
+
+    A user's own may loop for ever on values that no call has; a wrong index ends the
+    process's use of the GPU.
+    """
+    if not str(kernel.launch["symbol"]).startswith("triton_"):
+        return False
+    return b"device_assert" not in artifact.read(f"sources/{kernel.source}.py")
 
 
 def _bytes_of_arguments(program: Program) -> int:

@@ -39,6 +39,16 @@ _constants: weakref.WeakValueDictionary[str, torch.Tensor] = (
 _lock = threading.Lock()
 
 
+def load_kernels(artifact: Artifact, program: Program, device: torch.device) -> None:
+    """Load a program's kernels, for whoever loads the program later.
+
+    Raises:
+        AttachError: a kernel can't be loaded.
+    """
+    with _lock:
+        _kernel_names(artifact, program, device)
+
+
 def load_program(
     artifact: Artifact, program: Program, device: torch.device = _CPU
 ) -> Call:
@@ -49,21 +59,30 @@ def load_program(
         DigestError: a constant's file has changed since the artifact was opened.
     """
     names = output_code_names(device.type)
+    if device.type == "cuda":
+        names["device_index"] = device.index
     with _lock:
-        if device.type == "cuda":
-            names["device_index"] = device.index
-            for name, kernel in program.kernels.items():
-                names[name] = kernel_launcher(artifact, kernel, device.index)
-        else:
-            kernels = {name: kernel.digest for name, kernel in program.kernels.items()}
-            _load_kernels(artifact, kernels.values())
-            names.update((name, _kernels[digest]) for name, digest in kernels.items())
+        names.update(_kernel_names(artifact, program, device))
         for name, constant in program.constants.items():
             names[name] = _constant(artifact, constant, device)
     place = f"programs/{program.target}/{program.entry}/{program.bucket}"
     exec(_host_code(artifact, place), names)
     call: Call = names["call"]
     return call
+
+
+def _kernel_names(
+    artifact: Artifact, program: Program, device: torch.device
+) -> dict[str, Kernel]:
+    """Name in the host code → loaded kernel."""
+    if device.type == "cuda":
+        return {
+            name: kernel_launcher(artifact, kernel, device.index)
+            for name, kernel in program.kernels.items()
+        }
+    kernels = {name: kernel.digest for name, kernel in program.kernels.items()}
+    _load_kernels(artifact, kernels.values())
+    return {name: _kernels[digest] for name, digest in kernels.items()}
 
 
 def lazy_program(
