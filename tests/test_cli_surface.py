@@ -28,6 +28,7 @@ SURFACE = {
     "bench throughput": [
         "CONFIG",
         "ARTIFACT",
+        "--tuned",
         "--strategies",
         "--deadline",
         "--calls",

@@ -88,7 +88,14 @@ def compute_once(graph: torch.fx.GraphModule, node: torch.fx.Node) -> None:
     node.replace_all_uses_with(stored, lambda user: user is not stored)
 
 
-class _NotConstant(Exception):
+# What a model's own operations raise where they can't run on the CPU.
+_CANT_RUN = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+
+
+class _NotConstant(RuntimeError):
     """An operator's result isn't the same each time, or not torch's to say."""
 
 
@@ -161,7 +168,7 @@ def constant_value(node: torch.fx.Node, most: int) -> torch.Tensor | None:
                         values[step] = step.target(*args, **kwargs)
         value = values[node]
         return value.cpu() if isinstance(value, torch.Tensor) else None
-    except Exception:  # noqa: BLE001 - whatever the model's code asks for
+    except _CANT_RUN:
         return None
 
 

@@ -112,10 +112,10 @@ class GraphedCall:
 @contextlib.contextmanager
 def _ended(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """End a capture, whatever happens; after an error that fails as well."""
+    failed = True
     try:
         yield
-    except BaseException:
-        with contextlib.suppress(RuntimeError):
+        failed = False
+    finally:
+        with contextlib.suppress(*[RuntimeError] * failed):
             graph.capture_end()
-        raise
-    graph.capture_end()

@@ -20,6 +20,7 @@ import torch
 
 from compilekit.artifact import Artifact
 from compilekit.artifact.program import Entry, KernelRef, Program, TensorSpec
+from compilekit.errors import CompilekitError
 from compilekit.runtime.check import choose_target, demand_target
 from compilekit.runtime.place import asked_place
 from compilekit.runtime.program import load_kernels, load_program
@@ -32,6 +33,12 @@ _RANDOM = re.compile(r"rand|seed|dropout|bernoulli|normal_|multinomial|exponenti
 _ROUND = 512
 # Part of the device's memory that a rehearsal leaves to the model's caches.
 _LEFT = 0.1
+# What a file, a driver, an operator or a program's own checks raise.
+_FAULTS = (
+    *(CompilekitError, ArithmeticError, AssertionError, AttributeError, EOFError),
+    *(ImportError, LookupError, MemoryError, NameError, OSError, RuntimeError),
+    *(SyntaxError, TypeError, ValueError),
+)
 
 
 class _Preparation(NamedTuple):
@@ -141,7 +148,8 @@ def _prepare(
             if name == target
         ]
         _rehearse_all(artifact, programs, place, enough)
-    except Exception:  # noqa: BLE001 - attach comes to the same, and says what it is
+    except _FAULTS:
+        # Attach comes to the same, and says what it is.
         return
 
 
