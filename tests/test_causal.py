@@ -86,6 +86,22 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     torch.testing.assert_close(graph(query(1))[0], all_keys(query(1)))
 
 
+def test_what_a_mask_shares_is_erased_once(recwarn: pytest.WarningsRecorder) -> None:
+    """And what something else uses stays."""
+
+    def shared(q: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(S)
+        later = places[None] <= places[:, None]
+        mask = later & (places[None] >= 0) & later
+        return attention(q, q, q, mask) + places[:, None]
+
+    graph = captured(shared, query())
+    assert pass_causality(graph) == 1
+    assert [n.target for n in graph.graph.nodes].count(torch.arange) == 1
+    assert not [w for w in recwarn if "erase" in str(w.message)]
+    torch.testing.assert_close(graph(query(1))[0], shared(query(1)))
+
+
 def from_input(q: torch.Tensor) -> torch.Tensor:
     return attention(q, q, q, future(q.device) & (q[:1, :1, :, :1] > -100))
 

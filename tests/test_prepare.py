@@ -24,7 +24,7 @@ from compilekit.artifact.program import (
     Program,
 )
 from compilekit.artifact.program import TensorSpec as Spec
-from compilekit.errors import AttachError, ConfigError, DigestError
+from compilekit.errors import AttachError, ConfigError, DigestError, MismatchError
 from compilekit.runtime import prepare as preparing
 from compilekit.runtime import program as programs
 from compilekit.runtime.prepare import can_rehearse, finish
@@ -205,13 +205,15 @@ def test_unknown_places_are_refused(
         compilekit.prepare(zoo_artifact, device=device)
 
 
-def test_a_gpu_that_isnt_there_is_refused(
-    zoo_artifact: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_that_isnt_there_is_attachs_to_refuse(
+    zoo_artifact: Path, make_zoo: MakeZoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With what to do, not with torch's assertion."""
+    """The thread ends without a word; attach names both sides."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(AttachError, match="torch sees no GPU"):
-        compilekit.prepare(zoo_artifact, device="cuda")
+    opened = compilekit.prepare(zoo_artifact, device="cuda")
+    preparing._running[0].thread.join()
+    with pytest.raises(MismatchError, match="cuda"):
+        compilekit.attach(make_zoo(), opened, device="cuda")
 
 
 ENTRY = Entry(

@@ -13,6 +13,8 @@ from typing import Any
 
 from compilekit.bench._startup_child import answer, wait
 
+TUNED = "compilekit-tuned"
+
 # Strategy → mode of torch.compile; None = eager or compilekit.
 MODES: Mapping[str, str | None] = {
     "eager": None,
@@ -22,11 +24,8 @@ MODES: Mapping[str, str | None] = {
     "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs",
     "compilekit": None,
     "compilekit-no-graphs": None,
-    "compilekit-tuned": None,
+    TUNED: None,
 }
-
-
-TUNED = "compilekit-tuned"
 
 
 def main() -> None:

@@ -64,12 +64,12 @@ def _erase_unused(graph: GraphModule, mask: Node) -> None:
 
     Nothing else: a call whose result isn't used may write into a tensor.
     """
-    if mask.users:
-        return
-    sources = mask.all_input_nodes
-    graph.graph.erase_node(mask)
-    for source in sources:
-        _erase_unused(graph, source)
+    made_of = {mask}
+    for node in reversed(list(graph.graph.nodes)):
+        if node in made_of:
+            made_of.update(node.all_input_nodes)
+            if not node.users:
+                graph.graph.erase_node(node)
 
 
 def _length(node: Any) -> int:

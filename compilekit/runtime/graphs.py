@@ -117,5 +117,8 @@ def _ended(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         yield
         failed = False
     finally:
-        with contextlib.suppress(*[RuntimeError] * failed):
+        known = (
+            contextlib.suppress(RuntimeError) if failed else contextlib.nullcontext()
+        )
+        with known:
             graph.capture_end()
