@@ -36,7 +36,6 @@ from compilekit.errors import (
     MismatchError,
     PolicyError,
 )
-from compilekit.runtime import prepare
 from compilekit.runtime.check import (
     check_device,
     choose_target,
@@ -116,7 +115,9 @@ def attach(
         load = lazy_program if _is_lazy(loading) else load_program
         opened = open_required(artifact)
         clock.lap("open")
-        if prepare.finish():
+        # A start that prepared nothing doesn't pay for the import.
+        preparing = sys.modules.get("compilekit.runtime.prepare")
+        if preparing is not None and preparing.finish():
             clock.lap("wait")
         try:
             return _attach(
