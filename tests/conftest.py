@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sysconfig
 from collections.abc import Callable, Iterator
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,30 @@ def zoo_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     result = build(configuration.load(path), out, verify=False)
     assert result.artifact is not None, result.buckets
     return result.artifact
+
+
+@pytest.fixture(scope="session")
+def native_compare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bool]:
+    """runtime/words.cpp, compiled."""
+    from compilekit.compiler.worker import COMPARE
+
+    library = tmp_path_factory.mktemp("compare") / "kernel.so"
+    include = f"-I{sysconfig.get_path('include')}"
+    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", include]
+    subprocess.run([*command, "-o", library, COMPARE], check=True)
+    loader = ExtensionFileLoader("compare.kernel", str(library))
+    module = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
+    loader.exec_module(module)
+    function: Callable[[int], bool] = module.kernel
+    return function
+
+
+@pytest.fixture(params=["torch", "native"])
+def compare(
+    request: pytest.FixtureRequest, native_compare: Callable[[int], bool]
+) -> Callable[[int], bool] | None:
+    """What compares words: torch's operators, or the artifact's own C++."""
+    return None if request.param == "torch" else native_compare
 
 
 @pytest.fixture

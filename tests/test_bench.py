@@ -537,6 +537,7 @@ def test_steady_ratios_are_taken_within_a_process() -> None:
             dispatch_us=10.0 * factor,
             dispatch_median_us=12.0 * factor,
             dispatch_alone_us=8.0 * factor,
+            module_us=3.0 * factor,
             max_abs_diff=0.0,
         )
 
@@ -544,6 +545,7 @@ def test_steady_ratios_are_taken_within_a_process() -> None:
     assert bucket.ratio == pytest.approx(1.01)
     assert bucket.dispatch_us == pytest.approx(12.0)
     assert bucket.dispatch_alone_us == pytest.approx(8.0)
+    assert bucket.module_us == pytest.approx(3.0)
 
 
 @quiet_inductor

@@ -37,6 +37,7 @@ def layer(path: Path) -> str:
         or parts[:2] == ("_torch", "caches")
         or parts
         in {
+            ("_torch", "layout.py"),
             ("_torch", "runtime.py"),
             ("_torch", "versions.py"),
             ("_torch", "__init__.py"),

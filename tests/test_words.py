@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import random
 import threading
 from collections import OrderedDict
@@ -12,6 +14,8 @@ import pytest
 import torch
 
 from compilekit.runtime.words import Words, class_address, version_address
+
+Compare = Callable[[int], bool] | None
 
 CHANGES: dict[str, Callable[[dict[Any, Any]], object]] = {
     "another value": lambda d: d.__setitem__("a", object()),
@@ -33,30 +37,32 @@ class Other:
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_of_a_dict_is_seen(name: str, kind: type[dict[Any, Any]]) -> None:
+def test_a_change_of_a_dict_is_seen(
+    name: str, kind: type[dict[Any, Any]], compare: Compare
+) -> None:
     """Whatever the change, and for the hooks' ordered dicts too."""
     value, other = kind(a=object()), kind()
-    words = Words([version_address(other), version_address(value)])
+    words = Words([[version_address(other), version_address(value)]], compare)
     assert not words.changed()
     CHANGES[name](value)
     assert words.changed()
 
 
-def test_what_changes_nothing_is_not_seen() -> None:
+def test_what_changes_nothing_is_not_seen(compare: Compare) -> None:
     """Reads, and storing the same object again."""
     value = {"a": object()}
-    words = Words([version_address(value)])
+    words = Words([[version_address(value)]], compare)
     value["a"] = value["a"]
     value.get("b")
     list(value.items())
     assert not words.changed()
 
 
-def test_an_attribute_and_a_class_are_seen() -> None:
+def test_an_attribute_and_a_class_are_seen(compare: Compare) -> None:
     """Of objects whose attributes lie in a dict, and whose class is assigned to."""
     one = Plain()
-    attributes = Words([version_address(vars(one))])
-    kind = Words([class_address(one)])
+    attributes = Words([[version_address(vars(one))]], compare)
+    kind = Words([[class_address(one)]], compare)
     one.name = 1  # type: ignore[attr-defined]
     assert attributes.changed()
     assert not kind.changed()
@@ -64,33 +70,33 @@ def test_an_attribute_and_a_class_are_seen() -> None:
     assert kind.changed()
 
 
-def test_every_one_of_many_is_watched() -> None:
+def test_every_one_of_many_is_watched(compare: Compare) -> None:
     """Spread over the heap, in any order, each alone is noticed."""
     dicts: list[dict[str, int]] = [{"a": number} for number in range(2000)]
     random.Random(3).shuffle(dicts)
     for each in dicts[::97]:
-        words = Words(list(map(version_address, dicts)))
+        words = Words([list(map(version_address, dicts))], compare)
         assert not words.changed()
         each["a"] = -1
         assert words.changed()
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_modes_of_torch_do_not_matter(inference: bool) -> None:
+def test_modes_of_torch_do_not_matter(inference: bool, compare: Compare) -> None:
     """Made in one mode and asked in the other, with another default device."""
     value, other = {"a": 1}, {"b": 1}
     with torch.inference_mode(inference), torch.device("meta"):
-        words = Words([version_address(value), version_address(other)])
+        words = Words([[version_address(value), version_address(other)]], compare)
     with torch.inference_mode(not inference), torch.device("meta"):
         assert not words.changed()
         value["a"] = 2
         assert words.changed()
 
 
-def test_threads_ask_side_by_side() -> None:
+def test_threads_ask_side_by_side(compare: Compare) -> None:
     """No thread disturbs another's answer."""
     values = [{"a": 1} for _ in range(500)]
-    words = Words(list(map(version_address, values)))
+    words = Words([list(map(version_address, values))], compare)
     seen: list[bool] = []
 
     def ask() -> None:
@@ -102,3 +108,33 @@ def test_threads_ask_side_by_side() -> None:
     for thread in threads:
         thread.join()
     assert seen == [False] * 800
+
+
+def test_a_level_is_read_only_if_those_before_hold(
+    native_compare: Callable[[int], bool],
+) -> None:
+    """What a word pointed at may be gone once the word has changed."""
+    first = (ctypes.c_int64 * 4)(1, 2, 3, 4)
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    second = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    levels = [[ctypes.addressof(first) + 8 * i for i in range(4)], [], [second]]
+    words = Words(levels, native_compare)
+    assert not words.changed()
+    page[0] = 1
+    assert words.changed()
+    page[0] = 0
+    assert not words.changed()
+    first[3] = 0
+    forbidden = ctypes.CDLL(None, use_errno=True).mprotect
+    assert forbidden(ctypes.c_void_p(second), mmap.PAGESIZE, 0) == 0
+    assert words.changed()
+    assert forbidden(ctypes.c_void_p(second), mmap.PAGESIZE, 3) == 0
+
+
+@pytest.mark.parametrize("table", [0, 2**70, "text", None])
+def test_what_is_no_table_is_an_error(
+    table: object, native_compare: Callable[[int], bool]
+) -> None:
+    """Not a crash, as far as it can be told."""
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        native_compare(table)  # type: ignore[arg-type]

@@ -165,6 +165,19 @@ def is_plain(tensor: torch.Tensor, device: str = "cpu") -> bool:
     return bool(keys.raw_repr() == _PLAIN_BITS[device])
 
 
+def dispatch_keys(tensor: torch.Tensor) -> int:
+    """A tensor's dispatch keys as torch keeps them, whatever mode it is asked in.
+
+    Source: torch/csrc/utils/python_dispatch.cpp, _dispatch_keys (2.11, 2.13).
+    """
+    return int(_dispatch_keys(tensor).raw_repr())
+
+
+# torch.are_deterministic_algorithms_enabled, less a call: each is asked at every call.
+# Source: torch/__init__.py, are_deterministic_algorithms_enabled (2.11, 2.13).
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+
+
 def is_tracing() -> bool:
     """True inside ``torch.jit.trace``, which records operators and sees no kernel.
 

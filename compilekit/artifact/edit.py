@@ -75,8 +75,12 @@ def _known(what: str, asked: Iterable[str], known: Collection[str]) -> None:
 
 
 def _used(artifact: Artifact, keys: Sequence[tuple[str, str, str]]) -> set[str]:
-    """Digests of what the programs launch, came from and hold."""
+    """Digests of what calls and programs run, came from and hold."""
     used = set()
+    for target, name in {key[:2] for key in keys}:
+        compare = artifact.entries[target, name].compare
+        if compare is not None:
+            used |= {compare.digest, compare.source}
     for key in keys:
         program = artifact.programs[key]
         for kernel in program.kernels.values():

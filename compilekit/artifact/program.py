@@ -83,6 +83,20 @@ class Parameter(NamedTuple):
     default: Any = None
 
 
+class KernelRef(NamedTuple):
+    """A kernel as a program names it.
+
+    Attributes:
+        digest: sha256 of ``kernels/<digest>.so`` (or ``.cubin``).
+        source: sha256 of ``sources/<source>.cpp`` (or ``.py``).
+        launch: Route-specific launch facts; CPU: ``{"argtypes": [...]}``.
+    """
+
+    digest: str
+    source: str
+    launch: Mapping[str, Any]
+
+
 class Entry(NamedTuple):
     """``programs/<target>/<entry>/entry.json``.
 
@@ -108,6 +122,8 @@ class Entry(NamedTuple):
         role: ``prefill`` or ``decode`` for a step of a causal language model, whose
             arguments docs/generate.md describes; empty for a method of the model.
         output: ``module:qualname`` of what such a model's forward returns.
+        compare: C++ that compares what a call watches (runtime/words.cpp), compiled for
+            the target; None = torch does it.
         layout: Reserved: rank, world size, tensor subclasses, adapters.
     """
 
@@ -130,6 +146,7 @@ class Entry(NamedTuple):
     custom_ops: Mapping[str, Mapping[str, str]] = {}
     role: str = ""
     output: str = ""
+    compare: KernelRef | None = None
     layout: Mapping[str, Any] = {}
     schema: int = SCHEMA
 
@@ -169,20 +186,6 @@ class GraphOutput(NamedTuple):
     source: str
     index: int  # type: ignore[assignment]  # hides tuple.index
     offset: int = 0
-
-
-class KernelRef(NamedTuple):
-    """A kernel as a program names it.
-
-    Attributes:
-        digest: sha256 of ``kernels/<digest>.so`` (or ``.cubin``).
-        source: sha256 of ``sources/<source>.cpp`` (or ``.py``).
-        launch: Route-specific launch facts; CPU: ``{"argtypes": [...]}``.
-    """
-
-    digest: str
-    source: str
-    launch: Mapping[str, Any]
 
 
 class Constant(NamedTuple):
@@ -235,6 +238,8 @@ def to_json(record: Entry | Program) -> dict[str, Any]:
     outputs: there are hundreds of them, and a start parses them all.
     """
     data = plain(record)
+    if isinstance(record, Entry) and record.compare is None:
+        del data["compare"]
     if isinstance(record, Program):
         data["inputs"] = [_without_defaults(item) for item in record.inputs]
         data["outputs"] = [_without_defaults(item) for item in record.outputs]
@@ -266,6 +271,8 @@ def entry_from_json(data: Mapping[str, Any]) -> Entry:
     fields["tensors"] = {path: _spec(s) for path, s in data["tensors"].items()}
     fields["aliases"] = tuple(tuple(group) for group in data["aliases"])
     fields["reads"] = tuple(Read(**read) for read in data["reads"])
+    if data.get("compare"):
+        fields["compare"] = KernelRef(**data["compare"])
     return Entry(**fields)
 
 

@@ -30,7 +30,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from compilekit.artifact import canonical, manifest, program, schema
 from compilekit.artifact.manifest import File, Manifest
-from compilekit.artifact.program import Entry, Program
+from compilekit.artifact.program import Entry, KernelRef, Program
 from compilekit.errors import (
     ArtifactError,
     DigestError,
@@ -574,7 +574,7 @@ def _parse_programs(
         for target in listing.targets:
             for name, convention in listing.entries.items():
                 entries[target, name] = partial(
-                    _parse_entry, target, name, convention.axes, kept
+                    _parse_entry, target, name, convention.axes, listing, kept
                 )
                 for bucket in convention.buckets:
                     programs[target, name, bucket.name] = partial(
@@ -585,13 +585,19 @@ def _parse_programs(
 
 
 def _parse_entry(
-    target: str, name: str, axes: tuple[str, ...], kept: Mapping[str, bytes]
+    target: str,
+    name: str,
+    axes: tuple[str, ...],
+    listing: Manifest,
+    kept: Mapping[str, bytes],
 ) -> Entry:
     path = manifest.entry_path(target, name)
     entry = _rebuilt("entry", program.entry_from_json, path, kept)
     _same(path, "target", target, entry.target)
     _same(path, "name", name, entry.name)
     _same(path, "axes", axes, entry.axes)
+    if entry.compare is not None:
+        _kernel_exists(path, "compare", listing, entry.compare)
     return entry
 
 
@@ -611,8 +617,7 @@ def _parse_program(
     # Not yet held to its schema: it may be anything.
     _same(path, "axes", axes, parsed.axes)
     for label, kernel in parsed.kernels.items():
-        _exists(path, f"kernel {label}", listing, "kernels", kernel.digest)
-        _exists(path, f"the source of {label}", listing, "sources", kernel.source)
+        _kernel_exists(path, label, listing, kernel)
     for label, constant in parsed.constants.items():
         _exists(path, f"constant {label}", listing, "constants", constant.digest)
     return parsed
@@ -640,6 +645,11 @@ _SUFFIXES = {
     "sources": (".cpp", ".py"),
     "constants": (".safetensors",),
 }
+
+
+def _kernel_exists(path: str, label: str, listing: Manifest, kernel: KernelRef) -> None:
+    _exists(path, f"kernel {label}", listing, "kernels", kernel.digest)
+    _exists(path, f"the source of {label}", listing, "sources", kernel.source)
 
 
 def _exists(path: str, what: str, listing: Manifest, folder: str, digest: str) -> None:

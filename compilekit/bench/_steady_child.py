@@ -32,11 +32,13 @@ class Watch:
     """What the programs behind an attached model do.
 
     Attributes:
+        call_ms: Time of each call in its dispatcher, the program's included.
         inside_ms: Time of each program call.
         outputs: What the last one returned.
         replay: True = return `outputs` instead of running the program.
     """
 
+    call_ms: list[float] = dataclasses.field(default_factory=list)
     inside_ms: list[float] = dataclasses.field(default_factory=list)
     outputs: tuple[torch.Tensor, ...] = ()
     replay: bool = False
@@ -95,14 +97,21 @@ def _measure_bucket(
             side()
     wanted = child.tensors(sides["compiled"]())
     diff = child.max_abs_diff(child.tensors(sides["program"]()), wanted)
+    watch.call_ms.clear()
     watch.inside_ms.clear()
     times = steady.interleave(sides, pairs)
     dispatch_us = [
         (whole - inside) * 1e3
-        for whole, inside in zip(times["program"], watch.inside_ms, strict=True)
+        for whole, inside in zip(watch.call_ms, watch.inside_ms, strict=True)
+    ]
+    module_us = [
+        (whole - dispatched) * 1e3
+        for whole, dispatched in zip(times["program"], watch.call_ms, strict=True)
     ]
     watch.replay = True
-    alone_ms = min(child.call_ms(program, kwargs, _ALONE_CALLS))
+    watch.call_ms.clear()
+    child.call_ms(program, kwargs, _ALONE_CALLS)
+    alone_ms = min(watch.call_ms)
     watch.replay = False
     return {
         "entry": call.entry,
@@ -114,17 +123,28 @@ def _measure_bucket(
         "dispatch_us": min(dispatch_us),
         "dispatch_median_us": statistics.median(dispatch_us),
         "dispatch_alone_us": alone_ms * 1e3,
+        "module_us": statistics.median(module_us),
         # As text: JSON has no infinity.
         "max_abs_diff": str(diff),
     }
 
 
 def watch_programs(dispatcher: Dispatcher, watch: Watch) -> None:
-    """From now on, note how long the program itself takes within each call.
+    """From now on, note how long a call takes, and the program itself within it.
 
     Two calls subtracted from each other would drown the dispatcher's microseconds in
     the noise of a program that runs for milliseconds.
     """
+    from ..runtime.dispatch import Dispatcher
+
+    class Timed(Dispatcher):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = super().__call__(*args, **kwargs)
+            watch.call_ms.append(child.elapsed_ms(started))
+            return result
+
+    dispatcher.__class__ = Timed
 
     def watched(program: Call) -> Call:
         def call(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:

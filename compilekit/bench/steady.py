@@ -34,10 +34,13 @@ class PairSample:
     Attributes:
         compiled_ms: Fastest call through ``torch.compile``.
         program_ms: Fastest call of the attached model.
-        dispatch_us: Time of a call outside the program, the smallest of all calls. The
-            program before it has filled the processor's caches with its own data.
+        dispatch_us: Time that a call spends in the dispatcher outside the program, the
+            smallest of all calls. The program before it has filled the processor's
+            caches with its own data.
         dispatch_alone_us: The same when the program is replaced by one that returns at
             once, so that the dispatcher's own data stay in the caches.
+        module_us: Time that a call spends outside the dispatcher, the median: in
+            ``torch.nn.Module.__call__``, which any model's call goes through.
         max_abs_diff: Between the two outputs; inf when they aren't comparable.
     """
 
@@ -50,6 +53,7 @@ class PairSample:
     dispatch_us: float
     dispatch_median_us: float
     dispatch_alone_us: float
+    module_us: float
     max_abs_diff: float
 
 
@@ -94,6 +98,11 @@ class SteadyBucket:
         """The same without a program between calls: the smallest of all processes."""
         return min(sample.dispatch_alone_us for sample in self.samples)
 
+    @property
+    def module_us(self) -> float:
+        """What torch's own ``__call__`` of a module takes: the median process's."""
+        return statistics.median(sample.module_us for sample in self.samples)
+
 
 @dataclasses.dataclass(frozen=True)
 class SteadyResult:
@@ -118,6 +127,7 @@ class SteadyResult:
                 "ratio": bucket.ratio,
                 "dispatch_us": bucket.dispatch_us,
                 "dispatch_alone_us": bucket.dispatch_alone_us,
+                "module_us": bucket.module_us,
             }
             for bucket in self.buckets
         ]

@@ -34,7 +34,8 @@ def startup_tables(data: Mapping[str, Any]) -> str:
 
 def steady_table(data: Mapping[str, Any]) -> str:
     """Both sides, their ratio and the dispatcher, by bucket."""
-    columns = ("bucket", "torch.compile", "attached", "ratio", "dispatch", "alone")
+    sides = ("bucket", "torch.compile", "attached", "ratio")
+    columns = (*sides, "dispatch", "alone", "module")
     rows = [
         (
             bucket["bucket"],
@@ -43,6 +44,7 @@ def steady_table(data: Mapping[str, Any]) -> str:
             f"{bucket['ratio']:.3f}",
             f"{bucket['dispatch_us']:.0f} µs",
             f"{bucket['dispatch_alone_us']:.0f} µs",
+            f"{bucket['module_us']:.0f} µs",
         )
         for bucket in data["buckets"]
     ]

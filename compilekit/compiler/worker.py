@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,9 @@ from compilekit.errors import CompilekitError, HarvestError, ResourceError
 from compilekit.events import BuildEvent, to_line
 from compilekit.targets import Target, load_target
 
+# What a call on a CPU compares words with; the runtime's, compiled with the kernels.
+COMPARE = Path(__file__).parents[1] / "runtime" / "words.cpp"
+
 
 @dataclass(frozen=True)
 class Pending:
@@ -45,6 +49,8 @@ class Pending:
     Attributes:
         compiled: The `CompiledBucket`.
         kernels: Name in the host code → (source digest, shared object to come).
+        compare: The shared object of `Entry.compare` to come; None = the target has no
+            C++.
         tuned_on: The target that the tuning file's configs were measured on.
     """
 
@@ -53,6 +59,7 @@ class Pending:
     began: float
     compiled: Any
     kernels: dict[str, tuple[str, Future[bytes]]]
+    compare: Future[bytes] | None
     tuned_on: str
 
 
@@ -138,6 +145,9 @@ def _compile_all(
             )
         return cpp.compile_kernel(toolchain, header.result(), code, label)
 
+    compare = None
+    if toolchain is not None:
+        compare = pool.submit(compile_source, COMPARE.read_text("utf-8"), "compare")
     for index, job in jobs:
         began = time.perf_counter()
         about = BuildEvent(
@@ -179,7 +189,9 @@ def _compile_all(
             if digest not in known:
                 known[digest] = pool.submit(compile_source, source.code, digest[:16])
             futures[name] = (digest, known[digest])
-        pending.append(Pending(job, index, began, compiled, futures, tuning.target))
+        pending.append(
+            Pending(job, index, began, compiled, futures, compare, tuning.target)
+        )
         pending = [
             item for item in pending if not _finished(item, scratch, count, emit, False)
         ]
@@ -266,8 +278,10 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
     try:
         references = {}
         began = time.perf_counter()
-        for number, (name, (source, future)) in enumerate(item.kernels.items(), 1):
-            references[name] = _kernel(item, scratch, name, source, future.result())
+        for number, (name, (_, future)) in enumerate(item.kernels.items(), 1):
+            code = item.compiled.kernels[name]
+            types = {"argtypes": list(code.argtypes)}
+            references[name] = _kernel(scratch, code.code, future.result(), types)
             emit(replace(about, kernels=number))
         emit(
             replace(
@@ -302,14 +316,13 @@ def _finished(item: Pending, scratch: Path, count: int, emit: Any, wait: bool) -
 
 
 def _kernel(
-    item: Pending, scratch: Path, name: str, source: str, library: bytes
+    scratch: Path, code: str, library: bytes, launch: Mapping[str, Any]
 ) -> KernelRef:
-    """Put a kernel and its source into the scratch folder."""
-    digest = canonical.sha256(library)
-    cpp = item.compiled.kernels[name]
+    """Put a C++ kernel and its source into the scratch folder."""
+    digest, source = canonical.sha256(library), canonical.sha256(code.encode())
     _write_once(scratch / "kernels" / f"{digest}.so", library)
-    _write_once(scratch / "sources" / f"{source}.cpp", cpp.code.encode())
-    return KernelRef(digest, source, {"argtypes": list(cpp.argtypes)})
+    _write_once(scratch / "sources" / f"{source}.cpp", code.encode())
+    return KernelRef(digest, source, launch)
 
 
 def _cubin(
@@ -340,13 +353,18 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
     for name, data in compiled.constants.items():
         _write_once(scratch / "constants" / name, data)
     program = compiled.program._replace(kernels=kernels)
+    entry = compiled.entry
+    if item.compare is not None:
+        library = item.compare.result()
+        compare = _kernel(scratch, COMPARE.read_text("utf-8"), library, {})
+        entry = entry._replace(compare=compare)
     files = {
         "program.json": canonical.encode(to_json(program)),
         "call.py": compiled.code.encode(),
         "call.pyc": compiled.bytecode,
         "attention.json": canonical.encode(attention_json(compiled.attention)),
         # Last: its presence says that the bucket is complete.
-        "entry.json": canonical.encode(to_json(compiled.entry)),
+        "entry.json": canonical.encode(to_json(entry)),
     }
     folder = scratch / "buckets" / item.job.entry / item.job.bucket.name
     for name, data in files.items():

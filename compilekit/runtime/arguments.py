@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import is_inference_mode_enabled
 
 from compilekit import paths
 from compilekit._torch.runtime import is_plain, tensor_guard
@@ -334,45 +336,54 @@ class ExactCalls:
         specs: Mapping[tuple[int, ...], Sequence[TensorSpec]],
     ) -> None:
         nested = any(argument.below for argument in arguments.tensors)
-        self._names = tuple(argument.name for argument in arguments.tensors)
+        names = [argument.name for argument in arguments.tensors]
+        self._pick = _picker(names)
         self._positional = arguments.positional
-        self._keys = frozenset(self._names) if not nested else frozenset()
         fixed = arguments.fixed
         self._fixed = tuple(fixed.items()) if _are_names(fixed) else ()
-        self._all_keys = self._keys.union(name for name, _ in self._fixed)
         self._buckets = {
             tuple(spec.shape for spec in each): (sizes, _guards(each, arguments.device))
             for sizes, each in specs.items()
-            if self._keys
+            if names and not nested
         }
 
     def match(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], list[torch.Tensor], tuple[int, ...]] | None:
+    ) -> tuple[dict[str, Any], Sequence[torch.Tensor], tuple[int, ...]] | None:
         """The call's arguments by name, its tensors and sizes; None if it isn't one."""
+        if not self._buckets:
+            return None
         if args:
             if kwargs or len(args) > len(self._positional):
                 return None
             kwargs = dict(zip(self._positional, args, strict=False))
-        if kwargs.keys() != self._keys and (
-            kwargs.keys() != self._all_keys
-            # True, False and None; an equal number may be another object.
-            or any(kwargs[name] is not value for name, value in self._fixed)
-        ):
-            return None
-        tensors = [kwargs[name] for name in self._names]
         try:
+            tensors = self._pick(kwargs)
+            if len(kwargs) != len(tensors) and (
+                len(kwargs) != len(tensors) + len(self._fixed)
+                # True, False and None; an equal number may be another object.
+                or any(kwargs[name] is not value for name, value in self._fixed)
+            ):
+                return None
+            # Asking a nested tensor for its shape fails, and torch's guard would crash.
             found = self._buckets.get(tuple([tensor.shape for tensor in tensors]))
-        except (AttributeError, TypeError, RuntimeError):
-            # No tensor, or a nested one; `Arguments` says what is wrong with it.
+        except (AttributeError, KeyError, TypeError, RuntimeError):
+            # `Arguments` says what is wrong.
             return None
         if found is None:
             return None
         sizes, guards = found
-        for guard in guards[torch.is_inference_mode_enabled()]:
+        for guard in guards[is_inference_mode_enabled()]:
             if guard(*tensors):
                 return kwargs, tensors, sizes
         return None
+
+
+def _picker(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Takes the values of some keys out of a dict, in order."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda values: tuple([values[name] for name in names])
 
 
 def _are_names(argument_paths: Iterable[str]) -> bool:

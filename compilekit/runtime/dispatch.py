@@ -21,8 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import is_grad_enabled
 
-from compilekit._torch.runtime import is_tracing, same_layout, untraceable
+from compilekit._torch.runtime import (
+    is_deterministic,
+    is_tracing,
+    same_layout,
+    untraceable,
+)
 from compilekit.artifact.program import Entry, GraphOutput, Program, TensorSpec
 from compilekit.buckets import BucketTable, bucket_table, no_bucket_error
 from compilekit.errors import CallRefusedError, CompilekitError, MismatchError
@@ -59,6 +65,7 @@ class BoundProgram(NamedTuple):
         specs: Expected metadata of each argument.
         outputs: Graph outputs.
         plain: True if every graph output is what the program returns, in order.
+        simple: True if besides it writes no input, and runs on a CPU.
         mutated: Graph inputs that the program writes.
         writes: Their paths.
         build: Makes the caller's output.
@@ -73,19 +80,11 @@ class BoundProgram(NamedTuple):
     specs: tuple[TensorSpec, ...]
     outputs: tuple[GraphOutput, ...]
     plain: bool
+    simple: bool
     mutated: tuple[int, ...]
     writes: tuple[str, ...]
     build: ResultBuilder
     aligned: tuple[tuple[int, bool], ...]
-
-    def inputs(
-        self, watch: Watch, fitted: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The graph inputs, from the live tensors and a call's arguments."""
-        inputs = watch.inputs(self.bucket.name, self.order)
-        for index, argument in self.arguments:
-            inputs[index] = fitted[argument]
-        return inputs
 
 
 class Dispatcher(AttachedMethod):
@@ -100,6 +99,7 @@ class Dispatcher(AttachedMethod):
         class_name: The class that was compiled, for the comparison after a change.
         device: Where the programs run.
         programs: Every bucket's program and host code.
+        compare: The artifact's own comparison of words, see `Watch`; None = torch's.
         on_refusal: What to do with a call that no program covers: called with the
             error and the call's arguments, returns the result (or raises).
         on_rebind: Called after a changed model was compared and bound again.
@@ -115,6 +115,7 @@ class Dispatcher(AttachedMethod):
         class_name: str,
         device: torch.device,
         programs: Mapping[str, tuple[Program, Call]],
+        compare: Callable[[int], bool] | None,
         on_refusal: OnRefusal,
         on_rebind: Callable[[], None],
         lock: threading.RLock,
@@ -127,6 +128,7 @@ class Dispatcher(AttachedMethod):
         self.entry = entry
         self.class_name = class_name
         self.device = device
+        self.compare = compare
         self.on_refusal = on_refusal
         self.on_rebind = on_rebind
         self.table: BucketTable = bucket_table(
@@ -151,6 +153,7 @@ class Dispatcher(AttachedMethod):
             self.arguments,
             {sizes: bound.specs for sizes, bound in self.by_sizes.items()},
         )
+        self._deterministic: bool = entry.ambient["deterministic"]
         self.lock = lock
         self.serial: contextlib.AbstractContextManager[Any] = (
             lock if entry.mutates_model else contextlib.nullcontext()
@@ -159,14 +162,17 @@ class Dispatcher(AttachedMethod):
 
     def start_watching(self, view: ModelView) -> None:
         """Note what the model looks like, as it was compared and with us in it."""
-        watch = Watch(view, self.entry)
-        watch.guard()
-        self.watch = watch
+        self.watch = Watch(view, self.entry, self.compare)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call's bucket; refuse, or hand over, what none covers."""
         try:
-            return self._run(args, kwargs)
+            exact = self.exact.match(args, kwargs)
+            if exact is None:
+                return self._run_fitted(args, kwargs)
+            values, fitted, sizes = exact
+            bound = self.by_sizes[sizes]
+            return bound.build(self._run(bound, fitted, fitted), values, None)
         except CompilekitError as exc:
             error = exc
         return self.on_refusal(error, args, kwargs)
@@ -175,38 +181,44 @@ class Dispatcher(AttachedMethod):
         # Built again before the copy's attributes are set, so it finds the class's.
         return getattr, (self.model, self.entry.method)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given: Given
-        exact = self.exact.match(args, kwargs)
-        if exact is not None:
-            values, fitted, sizes = exact
-            bound, given, cut = self.by_sizes[sizes], fitted, None
-        else:
-            values = self.arguments.named(args, kwargs)
-            given, sizes = self.arguments.given(values)
-            bound, cut = self._bucket(sizes)
-            fitted = self.arguments.fitted(given, bound.specs, values)
+    def _run_fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that isn't an exact one: checked part by part, padded and cut."""
+        values = self.arguments.named(args, kwargs)
+        given, sizes = self.arguments.given(values)
+        bound, cut = self._bucket(sizes)
+        fitted = self.arguments.fitted(given, bound.specs, values)
+        self._refuse_modes()
+        return bound.build(self._run(bound, fitted, given), values, cut)
+
+    def _run(
+        self, bound: BoundProgram, fitted: Sequence[torch.Tensor], given: Given
+    ) -> Outputs:
+        """The graph outputs of a program on arguments that fit it."""
         watch = self._checked_watch()
         if bound.mutated:
             self._refuse_overlap(bound, fitted, watch)
-        inputs = bound.inputs(watch, fitted)
+        inputs = watch.inputs(bound.bucket.name, bound.order)
+        for index, argument in bound.arguments:
+            inputs[index] = fitted[argument]
         for index, copied in bound.aligned:
             if inputs[index].data_ptr() % ALIGNMENT:
                 inputs[index] = self._aligned(bound, inputs[index], index, copied)
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             # Operators that write into out= refuse to run with gradients on.
             with torch.no_grad():
-                outputs = self._call(bound, inputs, given)
-        else:
-            outputs = self._call(bound, inputs, given)
-        return bound.build(outputs, values, cut)
+                return self._call(bound, inputs, given)
+        return bound.call(inputs) if bound.simple else self._call(bound, inputs, given)
 
-    def run_fitted(self, bound: BoundProgram, fitted: list[torch.Tensor]) -> Outputs:
-        """Run a bucket's program on arguments that have its shapes and memory already.
+    def run_own(self, bound: BoundProgram, fitted: list[torch.Tensor]) -> Outputs:
+        """Run a bucket's program on memory that was made for it.
 
-        For whoever owns the arguments, and so knows that they lie apart.
+        For whoever owns the arguments, and so knows that they lie apart and aligned.
         """
-        inputs = bound.inputs(self._checked_watch(), fitted)
+        self._refuse_modes()
+        watch = self._checked_watch()
+        inputs = watch.inputs(bound.bucket.name, bound.order)
+        for index, argument in bound.arguments:
+            inputs[index] = fitted[argument]
         return self._call(bound, inputs, fitted)
 
     def _aligned(
@@ -245,7 +257,7 @@ class Dispatcher(AttachedMethod):
     def _refuse_overlap(
         self,
         bound: BoundProgram,
-        arguments: list[torch.Tensor],
+        arguments: Sequence[torch.Tensor],
         watch: Watch,
     ) -> None:
         """A program's inputs lie apart, or else none of them may be written."""
@@ -321,31 +333,38 @@ class Dispatcher(AttachedMethod):
             outputs.append(base if own is None else own)
         return outputs
 
-    def _checked_watch(self) -> Watch:
-        """What holds the live tensors, after the checks of each call."""
-        ambient = self.entry.ambient
-        if torch.is_autocast_enabled(self.device.type) != ambient["autocast"]:
+    def _refuse_modes(self) -> None:
+        """Refuse a call inside autocast or a trace.
+
+        Both change which dispatch keys hold for a tensor, and so no call is an exact
+        one there: `ExactCalls` holds its tensors to the keys.
+        """
+        autocast = torch.is_autocast_enabled(self.device.type)
+        if autocast != self.entry.ambient["autocast"]:
             raise CallRefusedError(
                 f"{self.entry.name} was built with autocast off, and the call is inside"
                 " an autocast region",
                 hint="Call it outside, or build with the dtype you want.",
-            )
-        if torch.are_deterministic_algorithms_enabled() != ambient["deterministic"]:
-            raise CallRefusedError(
-                f"{self.entry.name} was built with deterministic algorithms"
-                f" {_on(ambient['deterministic'])}, and they are"
-                f" {_on(not ambient['deterministic'])} now",
-                hint="Call torch.use_deterministic_algorithms as it was at build.",
             )
         if is_tracing():
             raise CallRefusedError(
                 f"{self.entry.name} is being traced, and kernels leave no trace",
                 hint="Call receipt.detach() before tracing or exporting the model.",
             )
+
+    def _checked_watch(self) -> Watch:
+        """What holds the live tensors, after the checks of each call."""
+        deterministic = is_deterministic()
+        if deterministic != self._deterministic:
+            raise CallRefusedError(
+                f"{self.entry.name} was built with deterministic algorithms"
+                f" {_on(not deterministic)}, and they are {_on(deterministic)} now",
+                hint="Call torch.use_deterministic_algorithms as it was at build.",
+            )
         watch = self.watch
         if watch.changed():
             watch = self._bind_again()
-        if watch.requires_grad and torch.is_grad_enabled():
+        if is_grad_enabled() and watch.requires_grad():
             raise CallRefusedError(
                 f"{self.entry.name} is called with gradients on, and parameters require"
                 " them; a program computes no gradients",
@@ -360,8 +379,7 @@ class Dispatcher(AttachedMethod):
             while self.watch.changed():
                 # Watched before it is compared: a later change is noticed.
                 view = ModelView(self.model)
-                watch = Watch(view, self.entry)
-                watched = watch.guard()
+                watch = Watch(view, self.entry, self.compare)
                 later = ModelView(self.model)
                 mismatches = model_mismatches(later, self.entry, self.class_name)
                 if mismatches:
@@ -370,7 +388,7 @@ class Dispatcher(AttachedMethod):
                         mismatches,
                         hint="Put it back, or call receipt.detach().",
                     )
-                if watched and later.modules == view.modules:
+                if watch.complete and later.modules == view.modules:
                     self.watch = watch
                     self.on_rebind()
             return self.watch
@@ -392,6 +410,10 @@ class Dispatcher(AttachedMethod):
             (arguments if g.kind == "argument" else tensors)[g.path]
             for g in program.inputs
         )
+        plain = all(
+            output.source == "program" and output.index == index
+            for index, output in enumerate(program.outputs)
+        )
         return BoundProgram(
             bucket=bucket,
             call=call,
@@ -406,10 +428,8 @@ class Dispatcher(AttachedMethod):
                 for argument in self.arguments.tensors
             ),
             outputs=program.outputs,
-            plain=all(
-                output.source == "program" and output.index == index
-                for index, output in enumerate(program.outputs)
-            ),
+            plain=plain,
+            simple=plain and not mutated and self.device.type == "cpu",
             mutated=tuple(mutated),
             writes=tuple(mutated.values()),
             build=result_builder(

@@ -130,7 +130,7 @@ class Step:
         bound = self.bound
         if self.graph is not None and memory.shared:
             bound = bound._replace(call=self.graph)
-        logits = self.dispatcher.run_fitted(bound, self._arguments(memory))[0]
+        logits = self.dispatcher.run_own(bound, self._arguments(memory))[0]
         return logits[:rows]
 
     def _arguments(self, memory: Memory) -> list[torch.Tensor]:

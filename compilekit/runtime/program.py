@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from types import CodeType
+from typing import Any
 
 import torch
 
@@ -20,13 +21,13 @@ from compilekit._torch.runtime import (
     tensor_pointer_address,
 )
 from compilekit.artifact import Artifact
-from compilekit.artifact.program import Constant, Program
+from compilekit.artifact.program import Constant, Entry, Program
 from compilekit.errors import AttachError
 from compilekit.runtime.cuda import kernel_launcher
 from compilekit.runtime.kernelfile import kernel_file
 
 Call = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 _CPU = torch.device("cpu")
 
 # By digest, constants by device too: programs, buckets and artifacts share them. An
@@ -69,6 +70,20 @@ def load_program(
     exec(_host_code(artifact, place), names)
     call: Call = names["call"]
     return call
+
+
+def load_compare(artifact: Artifact, entry: Entry) -> Kernel | None:
+    """What compares the words that an entry watches; None if it has nothing of its own.
+
+    Raises:
+        AttachError: it can't be loaded.
+    """
+    if entry.compare is None:
+        return None
+    digest = entry.compare.digest
+    with _lock:
+        _load_kernels(artifact, [digest])
+    return _kernels[digest]
 
 
 def _kernel_names(

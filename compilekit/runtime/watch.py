@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from compilekit import paths
+from compilekit._torch.layout import metadata_addresses, tensor_layout
 from compilekit._torch.runtime import (
     forward_hooks,
     global_forward_hooks,
@@ -31,25 +32,41 @@ class Watch:
     and at the metadata of every tensor that a program reads. Values of tensors may
     change, except those that were folded into a program, and so may what lies in lists.
 
-    A watch is made and guarded before the model is compared with its entry: what
-    changes in between is noticed at the next call.
+    A watch is made before the model is compared with its entry: what changes in between
+    is noticed at the next call.
 
+    Args:
+        compare: See `Words`; with it the tensors' metadata are words like any other.
     Attributes:
+        changed: True if anything moved since.
+        complete: False if there is no tensor where a program reads one, or one of
+            another kind: such a model doesn't fit, and its tensors aren't watched.
         tensors: The tensors that programs read, in the entry's order.
-        requires_grad: True if any of them does.
     """
 
-    def __init__(self, view: ModelView, entry: Entry) -> None:
+    def __init__(
+        self, view: ModelView, entry: Entry, compare: Callable[[int], bool] | None
+    ) -> None:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
         self._dicts = tuple(_watched_dicts(view, self._modules, entry))
-        self._words = Words(
-            [*map(version_address, self._dicts), *map(class_address, self._modules)]
-        )
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
-        self.requires_grad = any(
-            isinstance(tensor, torch.Tensor) and tensor.requires_grad
-            for tensor in self.tensors
-        )
+        self.complete = all(map(_is_dense, self.tensors))
+        layout = tensor_layout() if compare is not None else None
+        levels: list[list[int]] = [
+            [*map(version_address, self._dicts), *map(class_address, self._modules)]
+        ]
+        self._guards: dict[bool, Callable[..., bool]] = {}
+        if layout is None:
+            compare = None
+            self._guard_tensors()
+        elif self.complete:
+            levels += [[], []]
+            for tensor in self.tensors:
+                for level, more in zip(
+                    levels, metadata_addresses(tensor, layout), strict=True
+                ):
+                    level += more
+        self._words = Words(levels, compare)
         # Inference tensors don't count what is written to them.
         self._frozen = [
             tensor
@@ -65,7 +82,8 @@ class Watch:
             for path, tensor in zip(entry.tensors, self.tensors, strict=True)
             if id(tensor) not in held
         )
-        self._guards: dict[bool, Callable[..., bool]] = {}
+        words_alone = not (self._guards or self._unheld or self._frozen)
+        self.changed = self._words.changed if words_alone else self._changed
         self._storages: frozenset[int] | None = None
         self._inputs: dict[str, list[Any]] = {}
 
@@ -82,32 +100,41 @@ class Watch:
             kept = self._inputs[bucket] = [tensors[place] for place in order]
         return kept.copy()
 
+    def requires_grad(self) -> bool:
+        """True if any of the tensors does."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
     def storages(self) -> frozenset[int]:
         """Where the memory of the tensors that programs read begins."""
         if self._storages is None:
             self._storages = storages(self.tensors)
         return self._storages
 
-    def guard(self) -> bool:
-        """Hold the tensors to the metadata they have now; False if that can't be."""
-        for tensor in self.tensors:
-            if not isinstance(tensor, torch.Tensor) or (
-                tensor.layout is not torch.strided or tensor.is_nested
-            ):
-                return False
-        for inference in (False, True):
-            with torch.inference_mode(inference):
-                self._guards[inference] = tensor_guard(self.tensors)
-        return True
-
-    def changed(self) -> bool:
-        """True if anything moved since."""
+    def _changed(self) -> bool:
         return (
             self._words.changed()
-            or not self._guards[torch.is_inference_mode_enabled()](*self.tensors)
+            or (bool(self._guards) and not self._guards[_inference()](*self.tensors))
             or any(_moved(*item) for item in self._unheld)
             or write_counts(self._frozen) != self._writes
         )
+
+    def _guard_tensors(self) -> None:
+        """Have torch look at the tensors' metadata, in the place of their words."""
+        if self.complete:
+            for inference in (False, True):
+                with torch.inference_mode(inference):
+                    self._guards[inference] = tensor_guard(self.tensors)
+
+
+_inference = torch.is_inference_mode_enabled
+
+
+def _is_dense(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+    )
 
 
 def _moved(
