@@ -143,6 +143,17 @@ def test_twice_is_refused_by_entry(zoo_artifact: Path, make_zoo: MakeZoo) -> Non
     receipt.detach()
 
 
+def test_attach_in_a_fake_mode_is_refused(
+    zoo_artifact: Path, make_zoo: MakeZoo
+) -> None:
+    """There is no memory to watch."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = make_zoo()
+    with FakeTensorMode(), pytest.raises(AttachError, match="inside a trace"):
+        compilekit.attach(model, zoo_artifact)
+
+
 @slow
 def test_whoever_replaced_a_method_later_keeps_it(
     zoo_artifact: Path, make_zoo: MakeZoo

@@ -25,8 +25,9 @@ from torch import nn
 
 import compilekit
 from compilekit._torch.runtime import same_layout
+from compilekit.artifact.program import TensorSpec
 from compilekit.errors import CallRefusedError, MismatchError, NoBucketError
-from compilekit.runtime.arguments import ExactCalls
+from compilekit.runtime.arguments import ExactCalls, _guards
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -863,6 +864,38 @@ def test_tracing_is_refused(attached: Attached) -> None:
     holder.forward = model.held  # type: ignore[method-assign]
     with pytest.raises(CallRefusedError, match="is being traced"):
         torch.jit.trace(lambda x: model.held(x), torch.randn(4, 8))
+
+
+def test_make_fx_is_refused(attached: Attached) -> None:
+    """It would keep the first call's result as a constant."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = attached("held")
+    model.held(torch.ones(4, 8))
+    with torch.no_grad(), pytest.raises(CallRefusedError, match="is being traced"):
+        make_fx(lambda x: model.held(x))(torch.ones(4, 8))
+
+
+def test_a_change_is_bound_inside_functionalize(
+    attached: Attached, make_zoo: Callable[..., Any]
+) -> None:
+    """Where torch's operators make other tensors; later calls go on."""
+    model, reference = attached("held"), make_zoo()
+    x = torch.ones(4, 8)
+    with torch.no_grad():
+        model.plain, reference.plain = torch.full((8,), 0.5), torch.full((8,), 0.5)
+        torch.func.functionalize(lambda y: model.held(x) * y)(torch.ones(1))
+        torch.testing.assert_close(model.held(x), reference.held(x))
+
+
+def test_guards_hold_outside_autocast_wherever_they_are_made() -> None:
+    """A call inside autocast is never an exact one."""
+    specs = [TensorSpec("float32", (2, 2), (2, 1))]
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        guards = _guards(specs, torch.device("cpu"))[False]
+        assert not any(guard(x) for guard in guards)
+    assert any(guard(x) for guard in guards)
 
 
 def test_export_is_refused(attached: Attached) -> None:

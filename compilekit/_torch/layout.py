@@ -7,7 +7,6 @@ against tensors whose metadata are known. Checked on torch 2.11, 2.12 and 2.13.
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
@@ -40,7 +39,9 @@ class TensorLayout(NamedTuple):
     keys: int
 
 
-@functools.cache
+_known: list[TensorLayout] = []
+
+
 def tensor_layout() -> TensorLayout | None:
     """The layout of this torch's tensors; None if it isn't one that is known.
 
@@ -48,6 +49,16 @@ def tensor_layout() -> TensorLayout | None:
     TensorImpl (behind the sizes: offset, element count, dtype with device and flags,
     keys) (2.11, 2.12, 2.13).
     """
+    if not _known:
+        found = _probed()
+        # Inside torch.func the next attempt may do better.
+        if found is None:
+            return None
+        _known.append(found)
+    return _known[0]
+
+
+def _probed() -> TensorLayout | None:
     with torch.inference_mode(False):
         example = torch.empty_strided(
             (3, 5, 7), (70, 14, 2), dtype=torch.float64, device="cpu"

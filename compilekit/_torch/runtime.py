@@ -179,11 +179,21 @@ is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 
 
 def is_tracing() -> bool:
-    """True inside ``torch.jit.trace``, which records operators and sees no kernel.
+    """True where operators are recorded or made up: a kernel would go unseen.
 
-    Source: torch/jit/_trace.py, is_tracing (2.11, 2.13).
+    That is inside ``torch.jit.trace``, ``make_fx``, ``torch.export`` and
+    ``FakeTensorMode``.
+
+    Source: torch/jit/_trace.py, is_tracing; torch/utils/_python_dispatch.py,
+    TorchDispatchMode.__enter__, and torch/_C/__init__.pyi.in, _TorchDispatchModeKey
+    (2.11, 2.13).
     """
-    return torch._C._get_tracing_state() is not None
+    return torch._C._get_tracing_state() is not None or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _RECORDING
+    )
+
+
+_RECORDING = torch._C._TorchDispatchModeKey.__members__.values()
 
 
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -44,7 +44,7 @@ def steady_table(data: Mapping[str, Any]) -> str:
             f"{bucket['ratio']:.3f}",
             f"{bucket['dispatch_us']:.0f} µs",
             f"{bucket['dispatch_alone_us']:.0f} µs",
-            f"{bucket['module_us']:.0f} µs",
+            f"{bucket['module_us']:.0f} µs" if "module_us" in bucket else "",
         )
         for bucket in data["buckets"]
     ]

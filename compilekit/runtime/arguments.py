@@ -408,7 +408,9 @@ def _guards(
                 for spec in specs
             ]
         for inside in guards:
-            with torch.inference_mode(inside):
+            # They hold for the modes they are made in, of which autocast is one.
+            autocast = torch.autocast(device.type, enabled=False)
+            with torch.inference_mode(inside), autocast:
                 guards[inside].append(tensor_guard(examples))
     return guards
 

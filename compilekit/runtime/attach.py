@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compilekit._torch.runtime import is_tracing
 from compilekit.artifact import Artifact
 from compilekit.artifact.program import Entry, Program
 from compilekit.errors import (
@@ -94,7 +95,8 @@ def attach(
         ConfigError: an argument, or a variable in its place, says nothing known.
         MismatchError: machine or model don't fit; all mismatches at once.
         PolicyError: a requirement isn't met.
-        AttachError: the model is attached already, or a kernel can't be loaded.
+        AttachError: the model is attached already, a kernel can't be loaded, or this is
+            inside a trace.
         ResourceError: the receipt can't be written.
         In every case the model is as it was.
 
@@ -112,6 +114,12 @@ def attach(
         if artifact is None and "COMPILEKIT_ARTIFACT" in os.environ:
             carry_exit_codes()
         required = requirements(require)
+        if is_tracing():
+            raise AttachError(
+                "attach was called inside a trace, make_fx or FakeTensorMode, where"
+                " tensors are recorded or made up",
+                hint="Attach outside of it.",
+            )
         load = lazy_program if _is_lazy(loading) else load_program
         opened = open_required(artifact)
         clock.lap("open")

@@ -183,11 +183,11 @@ class Dispatcher(AttachedMethod):
 
     def _run_fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that isn't an exact one: checked part by part, padded and cut."""
+        self._refuse_modes()
         values = self.arguments.named(args, kwargs)
         given, sizes = self.arguments.given(values)
         bound, cut = self._bucket(sizes)
         fitted = self.arguments.fitted(given, bound.specs, values)
-        self._refuse_modes()
         return bound.build(self._run(bound, fitted, given), values, cut)
 
     def _run(

@@ -507,7 +507,7 @@ _AMBIENT_HINTS = {
 def ambient() -> dict[str, Any]:
     """Process-wide state that changes what a graph computes."""
     return {
-        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast": any(map(torch.is_autocast_enabled, ("cpu", "cuda"))),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -102,7 +103,7 @@ class Watch:
 
     def requires_grad(self) -> bool:
         """True if any of the tensors does."""
-        return any(tensor.requires_grad for tensor in self.tensors)
+        return any(map(_requires_grad, self.tensors))
 
     def storages(self) -> frozenset[int]:
         """Where the memory of the tensors that programs read begins."""
@@ -127,6 +128,7 @@ class Watch:
 
 
 _inference = torch.is_inference_mode_enabled
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _is_dense(value: Any) -> bool:

@@ -2,8 +2,8 @@
 //
 // A level holds n addresses, then the n words that lay there. The words of a level are
 // read only if those of every level before it are as they were: they may be what points
-// at it. All of them are asked for at once: the processor waits for many at a time, and
-// a program has just filled its caches with other data.
+// at it. Before that the caches are asked for all of them at once: a program has just
+// filled these with other data, and the processor waits for many words at a time.
 
 #include <Python.h>
 

@@ -12,6 +12,7 @@ microseconds away from a cold cache.
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -58,31 +59,31 @@ class Words:
     def __init__(
         self, levels: Sequence[Sequence[int]], compare: Callable[[int], bool] | None
     ) -> None:
-        found = [_Level(sorted(addresses)) for addresses in levels if addresses]
+        found = [sorted(addresses) for addresses in levels if addresses]
         if compare is None:
-            (level,) = found
-            self.changed = level.changed
+            (addresses,) = found
+            self.changed = _gathered(addresses)
             return
-        parts = [torch.tensor([len(found)], device="cpu")]
-        for level in found:
-            count = torch.tensor([len(level.addresses)], device="cpu")
-            parts += [count, level.addresses, level.before]
+        # No operator of torch: inside torch.func it would make tensors of another kind.
+        table = array.array("q", [len(found)])
+        word = ctypes.c_int64.from_address
+        for addresses in found:
+            table.append(len(addresses))
+            table.extend(addresses)
+            table.extend([word(address).value for address in addresses])
         # Alive as long as this object is.
-        self._table = torch.cat(parts)
-        self.changed = functools.partial(compare, self._table.data_ptr())
+        self._table = table
+        self.changed = functools.partial(compare, table.buffer_info()[0])
 
 
-class _Level:
-    """Words that are all where they are."""
-
-    def __init__(self, addresses: Sequence[int]) -> None:
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-        first, last = min(addresses), max(addresses)
-        # A tensor over all memory between them, of which only these words are read.
-        span = ctypes.c_int64 * ((last - first) // _WORD_BYTES + 1)
-        self._memory = torch.frombuffer(span.from_address(first), dtype=torch.int64)
-        self._places = (self.addresses - first) // _WORD_BYTES
-        self.before = torch.take(self._memory, self._places)
-
-    def changed(self) -> bool:
-        return not torch.equal(torch.take(self._memory, self._places), self.before)
+def _gathered(addresses: Sequence[int]) -> Callable[[], bool]:
+    """Whether words are no more what they are now, by torch's operators."""
+    first, last = addresses[0], addresses[-1]
+    # A tensor over all memory between them, of which only these words are read.
+    span = ctypes.c_int64 * ((last - first) // _WORD_BYTES + 1)
+    memory = torch.frombuffer(span.from_address(first), dtype=torch.int64)
+    places = torch.tensor(
+        [(address - first) // _WORD_BYTES for address in addresses], device="cpu"
+    )
+    before = torch.take(memory, places)
+    return lambda: not torch.equal(torch.take(memory, places), before)
