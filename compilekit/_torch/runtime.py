@@ -193,6 +193,10 @@ def is_tracing() -> bool:
     )
 
 
+# How many modes look at every operator of this thread; most such calls have none.
+# Source: torch/utils/_python_dispatch.py, _len_torch_dispatch_stack (2.11, 2.13).
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
 _RECORDING = torch._C._TorchDispatchModeKey.__members__.values()
 
 

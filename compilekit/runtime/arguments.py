@@ -11,7 +11,7 @@ import torch
 from torch import is_inference_mode_enabled
 
 from compilekit import paths
-from compilekit._torch.runtime import is_plain, tensor_guard
+from compilekit._torch.runtime import count_modes, is_plain, tensor_guard
 from compilekit.artifact.program import Entry, InputRule, TensorSpec
 from compilekit.errors import CallRefusedError
 from compilekit.runtime.model import SCALARS, tensor_spec
@@ -351,7 +351,8 @@ class ExactCalls:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], Sequence[torch.Tensor], tuple[int, ...]] | None:
         """The call's arguments by name, its tensors and sizes; None if it isn't one."""
-        if not self._buckets:
+        # Autocast and a trace are among what a guard holds a tensor to, modes aren't.
+        if not self._buckets or count_modes():
             return None
         if args:
             if kwargs or len(args) > len(self._positional):

@@ -334,10 +334,9 @@ class Dispatcher(AttachedMethod):
         return outputs
 
     def _refuse_modes(self) -> None:
-        """Refuse a call inside autocast or a trace.
+        """Refuse a call inside autocast, a trace or a fake mode.
 
-        Both change which dispatch keys hold for a tensor, and so no call is an exact
-        one there: `ExactCalls` holds its tensors to the keys.
+        No call there is an exact one (`ExactCalls`), so these aren't asked.
         """
         autocast = torch.is_autocast_enabled(self.device.type)
         if autocast != self.entry.ambient["autocast"]:
