@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -205,3 +207,17 @@ def test_every_dimension_is_watched(
         assert not watch.changed()
     swapped(model.plain, torch.zeros(*shape, 1, 1, 1, 1, 1, 1))
     assert watch.changed()
+
+
+def test_what_was_watched_goes_with_its_watch(compare: Compare) -> None:
+    """Replaced weights are freed at once: on a GPU they are half of what there is."""
+    model, watch = watched(compare)
+    weight = weakref.ref(model.layers[0].weight)
+    model.layers[0].weight = nn.Parameter(torch.zeros(2, 2))
+    gc.disable()
+    try:
+        assert watch.changed()
+        del watch
+        assert weight() is None
+    finally:
+        gc.enable()

@@ -39,7 +39,6 @@ class Watch:
     Args:
         compare: See `Words`; with it the tensors' metadata are words like any other.
     Attributes:
-        changed: True if anything moved since.
         complete: False if there is no tensor where a program reads one, or one of
             another kind: such a model doesn't fit, and its tensors aren't watched.
         tensors: The tensors that programs read, in the entry's order.
@@ -83,8 +82,7 @@ class Watch:
             for path, tensor in zip(entry.tensors, self.tensors, strict=True)
             if id(tensor) not in held
         )
-        words_alone = not (self._guards or self._unheld or self._frozen)
-        self.changed = self._words.changed if words_alone else self._changed
+        self._more = bool(self._guards or self._unheld or self._frozen)
         self._storages: frozenset[int] | None = None
         self._inputs: dict[str, list[Any]] = {}
 
@@ -111,10 +109,13 @@ class Watch:
             self._storages = storages(self.tensors)
         return self._storages
 
-    def _changed(self) -> bool:
+    def changed(self) -> bool:
+        """True if anything moved since."""
+        return self._words.changed() or (self._more and self._more_changed())
+
+    def _more_changed(self) -> bool:
         return (
-            self._words.changed()
-            or (bool(self._guards) and not self._guards[_inference()](*self.tensors))
+            (bool(self._guards) and not self._guards[_inference()](*self.tensors))
             or any(_moved(*item) for item in self._unheld)
             or write_counts(self._frozen) != self._writes
         )
