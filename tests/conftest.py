@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from compilekit.runtime.program import Native
+
 
 @pytest.fixture(scope="session")
 def zoo_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,27 +30,29 @@ def zoo_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def native_compare(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bool]:
-    """runtime/words.cpp, compiled."""
-    from compilekit.compiler.worker import COMPARE
+def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
+    """runtime/calls.cpp, compiled."""
+    from compilekit.compiler.worker import NATIVE
 
-    library = tmp_path_factory.mktemp("compare") / "kernel.so"
-    include = f"-I{sysconfig.get_path('include')}"
-    command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", include]
-    subprocess.run([*command, "-o", library, COMPARE], check=True)
-    loader = ExtensionFileLoader("compare.kernel", str(library))
+    library = tmp_path_factory.mktemp("native") / "kernel.so"
+    torch_folder = Path(torch.__file__).parent
+    folders = [sysconfig.get_path("include"), torch_folder / "include"]
+    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", "-Wall", "-Werror"]
+    command += [f"-I{folder}" for folder in folders]
+    link = [f"-L{torch_folder / 'lib'}", "-lc10"]
+    subprocess.run([*command, "-o", library, NATIVE, *link], check=True)
+    loader = ExtensionFileLoader("native.kernel", str(library))
     module = module_from_spec(ModuleSpec(loader.name, loader, origin=loader.path))
     loader.exec_module(module)
-    function: Callable[[int], bool] = module.kernel
-    return function
+    return Native(module.changed, module.call)
 
 
 @pytest.fixture(params=["torch", "native"])
-def compare(
-    request: pytest.FixtureRequest, native_compare: Callable[[int], bool]
+def changed(
+    request: pytest.FixtureRequest, native: Native
 ) -> Callable[[int], bool] | None:
     """What compares words: torch's operators, or the artifact's own C++."""
-    return None if request.param == "torch" else native_compare
+    return None if request.param == "torch" else native.changed
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import compilekit
 from compilekit._torch.runtime import same_layout
 from compilekit.artifact.program import TensorSpec
 from compilekit.errors import CallRefusedError, MismatchError, NoBucketError
-from compilekit.runtime.arguments import ExactCalls, _guards
+from compilekit.runtime.exact import ExactCalls, _guards
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -14,9 +14,10 @@ from torch import nn
 from compilekit._torch.layout import tensor_layout
 from compilekit.artifact.program import Entry, Read, TensorSpec
 from compilekit.runtime.model import ModelView, ambient, tensor_spec
+from compilekit.runtime.program import Native
 from compilekit.runtime.watch import Watch
 
-Compare = Callable[[int], bool] | None
+Changed = Callable[[int], bool] | None
 
 
 class Other(torch.Tensor):
@@ -68,10 +69,10 @@ def entry(model: nn.Module, method: str = "forward") -> Entry:
     )
 
 
-def watched(compare: Compare, method: str = "forward") -> tuple[Net, Watch]:
+def watched(changed: Changed, method: str = "forward") -> tuple[Net, Watch]:
     """A model in eval mode, and its watch."""
     model = Net().eval()
-    watch = Watch(ModelView(model), entry(model, method), compare)
+    watch = Watch(ModelView(model), entry(model, method), changed)
     assert watch.complete
     assert not watch.changed()
     return model, watch
@@ -116,9 +117,9 @@ NOTICED: dict[str, Callable[[Net], object]] = {
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", NOTICED)
-def test_a_change_is_noticed(name: str, inference: bool, compare: Compare) -> None:
+def test_a_change_is_noticed(name: str, inference: bool, changed: Changed) -> None:
     """Whatever could make a program wrong, in both modes."""
-    model, watch = watched(compare)
+    model, watch = watched(changed)
     with torch.inference_mode(inference):
         assert not watch.changed()
     NOTICED[name](model)
@@ -138,23 +139,23 @@ QUIET: dict[str, Callable[[Net], object]] = {
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_what_changes_nothing_costs_nothing(name: str, compare: Compare) -> None:
+def test_what_changes_nothing_costs_nothing(name: str, changed: Changed) -> None:
     """Calls go on without a comparison."""
-    model, watch = watched(compare)
+    model, watch = watched(changed)
     QUIET[name](model)
     assert not watch.changed()
 
 
-def test_the_models_hook_counts_for_other_methods(compare: Compare) -> None:
+def test_the_models_hook_counts_for_other_methods(changed: Changed) -> None:
     """Hooks of the root run around forward only."""
-    model, watch = watched(compare, "encode")
+    model, watch = watched(changed, "encode")
     model.register_forward_hook(lambda *_: None)
     assert watch.changed()
 
 
-def test_tensors_are_the_live_ones(compare: Compare) -> None:
+def test_tensors_are_the_live_ones(changed: Changed) -> None:
     """In the entry's order, with what gradients they want."""
-    model, watch = watched(compare)
+    model, watch = watched(changed)
     assert watch.tensors[0] is model.layers[0].weight
     assert watch.tensors[4] is model.listed[0]
     assert watch.requires_grad()
@@ -171,13 +172,13 @@ def test_tensors_are_the_live_ones(compare: Compare) -> None:
     ids=["missing", "sparse"],
 )
 def test_what_cannot_be_guarded(
-    change: Callable[[Any], object], compare: Compare
+    change: Callable[[Any], object], changed: Changed
 ) -> None:
     """A tensor that is missing, or has no strides, is left to the comparison."""
-    model, _ = watched(compare)
+    model, _ = watched(changed)
     described = entry(model)
     change(model)
-    assert not Watch(ModelView(model), described, compare).complete
+    assert not Watch(ModelView(model), described, changed).complete
 
 
 def test_the_layout_of_tensors_is_known() -> None:
@@ -186,13 +187,11 @@ def test_the_layout_of_tensors_is_known() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4, 5, 6), (2, 1, 3, 1, 2, 1, 2)])
-def test_every_dimension_is_watched(
-    shape: tuple[int, ...], native_compare: Callable[[int], bool]
-) -> None:
+def test_every_dimension_is_watched(shape: tuple[int, ...], native: Native) -> None:
     """More than five of them lie elsewhere; a size and a stride of each counts."""
     model = Net().eval()
     model.plain = torch.zeros(shape)
-    watch = Watch(ModelView(model), entry(model), native_compare)
+    watch = Watch(ModelView(model), entry(model), native.changed)
     assert not watch.changed()
     for dimension in range(len(shape)):
         other = [*shape]
@@ -209,9 +208,9 @@ def test_every_dimension_is_watched(
     assert watch.changed()
 
 
-def test_what_was_watched_goes_with_its_watch(compare: Compare) -> None:
+def test_what_was_watched_goes_with_its_watch(changed: Changed) -> None:
     """Replaced weights are freed at once: on a GPU they are half of what there is."""
-    model, watch = watched(compare)
+    model, watch = watched(changed)
     weight = weakref.ref(model.layers[0].weight)
     model.layers[0].weight = nn.Parameter(torch.zeros(2, 2))
     gc.disable()

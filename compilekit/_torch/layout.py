@@ -7,17 +7,22 @@ against tensors whose metadata are known. Checked on torch 2.11, 2.12 and 2.13.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from compilekit._torch.runtime import dispatch_keys
+from compilekit._torch.runtime import dispatch_keys, in_plain_thread
 
 _WORD_BYTES = 8
 _MASK = 2**64 - 1
 # Sizes and strides of so many dimensions lie in the object itself.
 # Source: c10/core/impl/SizesAndStrides.h, C10_SIZES_AND_STRIDES_MAX_INLINE_SIZE.
 _INLINE = 5
+# Of a word, dtype (2 bytes) and device (type, index, whether there is one); flags that
+# follow, of sizes and strides mostly, and padding that nobody sets.
+# Source: c10/core/TensorImpl.h, data_type_ and device_opt_ (2.11, 2.12, 2.13).
+KIND_BITS = (1 << 40) - 1
 # None of what is looked for lies further in.
 _REACH = 32
 
@@ -29,17 +34,34 @@ class TensorLayout(NamedTuple):
         implementation: In a Python tensor: where its TensorImpl is.
         sizes: In a TensorImpl: the number of dimensions; behind it sizes and strides,
             or where these are if there are many.
-        kind: There: dtype, device and flags.
+        kind: There: dtype and device (`KIND_BITS`), then flags.
         keys: There: the dispatch keys.
+        most_dimensions: With more of them, sizes and strides lie elsewhere.
     """
 
     implementation: int
     sizes: int
     kind: int
     keys: int
+    most_dimensions: int = _INLINE
 
 
-_known: list[TensorLayout] = []
+class TensorKind(NamedTuple):
+    """Words of a plain CPU tensor of some dtype.
+
+    Attributes:
+        kind: See `TensorLayout`; only its first bits count.
+        outside: Its dispatch keys if it was made outside inference mode.
+        inside: The same for inside.
+    """
+
+    kind: int
+    outside: int
+    inside: int
+
+
+_known: list[TensorLayout | None] = []
+_kinds: dict[str, TensorKind] = {}
 
 
 def tensor_layout() -> TensorLayout | None:
@@ -50,24 +72,19 @@ def tensor_layout() -> TensorLayout | None:
     keys) (2.11, 2.12, 2.13).
     """
     if not _known:
-        found = _probed()
-        # Inside torch.func the next attempt may do better.
-        if found is None:
-            return None
-        _known.append(found)
+        _known.append(in_plain_thread(_probed))
     return _known[0]
 
 
 def _probed() -> TensorLayout | None:
-    with torch.inference_mode(False):
-        example = torch.empty_strided(
-            (3, 5, 7), (70, 14, 2), dtype=torch.float64, device="cpu"
-        )
-        others = [
-            torch.empty((11,), dtype=torch.int8, device="cpu"),
-            torch.empty((2, 1, 4, 1, 3), device="cpu"),
-            torch.empty((), device="meta"),
-        ]
+    example = torch.empty_strided(
+        (3, 5, 7), (70, 14, 2), dtype=torch.float64, device="cpu"
+    )
+    others = [
+        torch.empty((11,), dtype=torch.int8, device="cpu"),
+        torch.empty((2, 1, 4, 1, 3), device="cpu"),
+        torch.empty((), device="meta"),
+    ]
     start = example._cdata
     implementation = _find(id(example), start)
     sizes = _find(start, 3, 3, 5, 7)
@@ -76,9 +93,44 @@ def _probed() -> TensorLayout | None:
     kind = sizes + 2 * _INLINE + 3
     found = TensorLayout(implementation, sizes, kind, kind + 1)
     every = [example, *others]
-    kinds = {_word(tensor._cdata, found.kind) for tensor in every}
-    fit = all(_fits(found, tensor) for tensor in every)
-    return found if fit and len(kinds) == len(every) else None
+    # Tensors of other sizes, strides and origins are of the same kind, others aren't.
+    equal = [example.detach(), example.transpose(0, 1), example[0, 0, 0]]
+    kinds = {_word(tensor._cdata, kind) & KIND_BITS for tensor in every}
+    same = {_word(tensor._cdata, kind) & KIND_BITS for tensor in (example, *equal)}
+    fit = all(_fits(found, tensor) for tensor in (*every, *equal))
+    return found if fit and len(kinds) == len(every) and len(same) == 1 else None
+
+
+def tensor_kinds(
+    dtypes: Iterable[str], layout: TensorLayout
+) -> Mapping[str, TensorKind]:
+    """What plain CPU tensors of some dtypes hold."""
+
+    def learn() -> None:
+        for name in dtypes:
+            dtype = getattr(torch, name)
+            made = []
+            for inside in (False, True):
+                with torch.inference_mode(inside):
+                    made.append(torch.empty((1,), dtype=dtype, device="cpu"))
+            keys = [_word(tensor._cdata, layout.keys) for tensor in made]
+            _kinds[name] = TensorKind(_word(made[0]._cdata, layout.kind), *keys)
+
+    if not all(name in _kinds for name in dtypes):
+        in_plain_thread(learn)
+    return _kinds
+
+
+def shape_words(
+    shape: Sequence[int], stride: Sequence[int], layout: TensorLayout
+) -> list[tuple[int, int]]:
+    """(word of a TensorImpl, what it holds) for a tensor's sizes and strides."""
+    first = layout.sizes + 1
+    return [
+        (layout.sizes, len(shape)),
+        *((first + i, size) for i, size in enumerate(shape)),
+        *((first + _INLINE + i, step) for i, step in enumerate(stride)),
+    ]
 
 
 def metadata_addresses(

@@ -10,10 +10,13 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # Its type stubs lack most of what output code uses.
 _guards: Any = torch._C._dynamo.guards
@@ -198,6 +201,41 @@ def is_tracing() -> bool:
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 _RECORDING = torch._C._TorchDispatchModeKey.__members__.values()
+
+
+def in_plain_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread of its own, where no mode of the caller's is on."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@functools.cache
+def thread_keys() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Dispatch keys that a thread adds and leaves out, if nothing special is on.
+
+    Autocast, a trace, a mode or a transform of torch.func each change them; gradients
+    don't.
+
+    Returns:
+        (added, left out) outside and inside inference mode, as words.
+    Source: c10/core/impl/LocalDispatchKeySet.h, PODLocalDispatchKeySet;
+    torch/csrc/utils/python_dispatch.cpp, _dispatch_tls_local_include_set (2.11, 2.12,
+    2.13).
+    """
+
+    def inside(inference: bool) -> tuple[int, int]:
+        with torch.inference_mode(inference):
+            return (
+                _signed(torch._C._dispatch_tls_local_include_set().raw_repr()),
+                _signed(torch._C._dispatch_tls_local_exclude_set().raw_repr()),
+            )
+
+    return in_plain_thread(lambda: (inside(False), inside(True)))
+
+
+def _signed(word: int) -> int:
+    """The 64 bits of an unsigned number as a signed one."""
+    return word - (1 << 64) if word >> 63 else word
 
 
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -78,9 +78,9 @@ def _used(artifact: Artifact, keys: Sequence[tuple[str, str, str]]) -> set[str]:
     """Digests of what calls and programs run, came from and hold."""
     used = set()
     for target, name in {key[:2] for key in keys}:
-        compare = artifact.entries[target, name].compare
-        if compare is not None:
-            used |= {compare.digest, compare.source}
+        native = artifact.entries[target, name].native
+        if native is not None:
+            used |= {native.digest, native.source}
     for key in keys:
         program = artifact.programs[key]
         for kernel in program.kernels.values():

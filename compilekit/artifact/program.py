@@ -122,8 +122,8 @@ class Entry(NamedTuple):
         role: ``prefill`` or ``decode`` for a step of a causal language model, whose
             arguments docs/generate.md describes; empty for a method of the model.
         output: ``module:qualname`` of what such a model's forward returns.
-        compare: C++ that compares what a call watches (runtime/words.cpp), compiled for
-            the target; None = torch does it.
+        native: C++ for what a call does besides its program (runtime/calls.cpp),
+            compiled for the target; None = Python and torch do it.
         layout: Reserved: rank, world size, tensor subclasses, adapters.
     """
 
@@ -146,7 +146,7 @@ class Entry(NamedTuple):
     custom_ops: Mapping[str, Mapping[str, str]] = {}
     role: str = ""
     output: str = ""
-    compare: KernelRef | None = None
+    native: KernelRef | None = None
     layout: Mapping[str, Any] = {}
     schema: int = SCHEMA
 
@@ -238,8 +238,8 @@ def to_json(record: Entry | Program) -> dict[str, Any]:
     outputs: there are hundreds of them, and a start parses them all.
     """
     data = plain(record)
-    if isinstance(record, Entry) and record.compare is None:
-        del data["compare"]
+    if isinstance(record, Entry) and record.native is None:
+        del data["native"]
     if isinstance(record, Program):
         data["inputs"] = [_without_defaults(item) for item in record.inputs]
         data["outputs"] = [_without_defaults(item) for item in record.outputs]
@@ -271,8 +271,8 @@ def entry_from_json(data: Mapping[str, Any]) -> Entry:
     fields["tensors"] = {path: _spec(s) for path, s in data["tensors"].items()}
     fields["aliases"] = tuple(tuple(group) for group in data["aliases"])
     fields["reads"] = tuple(Read(**read) for read in data["reads"])
-    if data.get("compare"):
-        fields["compare"] = KernelRef(**data["compare"])
+    if data.get("native"):
+        fields["native"] = KernelRef(**data["native"])
     return Entry(**fields)
 
 

@@ -596,8 +596,8 @@ def _parse_entry(
     _same(path, "target", target, entry.target)
     _same(path, "name", name, entry.name)
     _same(path, "axes", axes, entry.axes)
-    if entry.compare is not None:
-        _kernel_exists(path, "compare", listing, entry.compare)
+    if entry.native is not None:
+        _kernel_exists(path, "native", listing, entry.native)
     return entry
 
 

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
 from . import _startup_child as child
@@ -27,21 +27,38 @@ _WARM_UP = 5
 _ALONE_CALLS = 2000
 
 
+class Moments(NamedTuple):
+    """When a call of an attached model was where, in seconds.
+
+    Attributes:
+        called: The dispatcher was called.
+        entered: It called the program.
+        left: The program returned.
+        returned: The dispatcher did.
+    """
+
+    called: float
+    entered: float
+    left: float
+    returned: float
+
+    @property
+    def dispatch_us(self) -> float:
+        """Time in the dispatcher, the program's left out."""
+        return ((self.returned - self.called) - (self.left - self.entered)) * 1e6
+
+
 @dataclasses.dataclass
 class Watch:
     """What the programs behind an attached model do.
 
     Attributes:
-        call_ms: Time of each call in its dispatcher, the program's included.
-        inside_ms: Time of each program call.
-        outputs: What the last one returned.
-        replay: True = return `outputs` instead of running the program.
+        calls: Each call's moments.
+        replay: What a program returns instead of running, if anything; None = it runs.
     """
 
-    call_ms: list[float] = dataclasses.field(default_factory=list)
-    inside_ms: list[float] = dataclasses.field(default_factory=list)
-    outputs: tuple[torch.Tensor, ...] = ()
-    replay: bool = False
+    calls: list[Moments] = dataclasses.field(default_factory=list)
+    replay: tuple[torch.Tensor, ...] | None = None
 
 
 def measure(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,22 +114,18 @@ def _measure_bucket(
             side()
     wanted = child.tensors(sides["compiled"]())
     diff = child.max_abs_diff(child.tensors(sides["program"]()), wanted)
-    watch.call_ms.clear()
-    watch.inside_ms.clear()
+    watch.calls.clear()
     times = steady.interleave(sides, pairs)
-    dispatch_us = [
-        (whole - inside) * 1e3
-        for whole, inside in zip(watch.call_ms, watch.inside_ms, strict=True)
-    ]
+    dispatch_us = [moments.dispatch_us for moments in watch.calls]
     module_us = [
-        (whole - dispatched) * 1e3
-        for whole, dispatched in zip(times["program"], watch.call_ms, strict=True)
+        whole * 1e3 - (moments.returned - moments.called) * 1e6
+        for whole, moments in zip(times["program"], watch.calls, strict=True)
     ]
-    watch.replay = True
-    watch.call_ms.clear()
+    watch.calls.clear()
+    watch.replay = ()
     child.call_ms(program, kwargs, _ALONE_CALLS)
-    alone_ms = min(watch.call_ms)
-    watch.replay = False
+    alone_us = min(moments.dispatch_us for moments in watch.calls)
+    watch.replay = None
     return {
         "entry": call.entry,
         "bucket": call.bucket.name,
@@ -122,7 +135,7 @@ def _measure_bucket(
         "program_median_ms": statistics.median(times["program"]),
         "dispatch_us": min(dispatch_us),
         "dispatch_median_us": statistics.median(dispatch_us),
-        "dispatch_alone_us": alone_ms * 1e3,
+        "dispatch_alone_us": alone_us,
         "module_us": statistics.median(module_us),
         # As text: JSON has no infinity.
         "max_abs_diff": str(diff),
@@ -130,36 +143,45 @@ def _measure_bucket(
 
 
 def watch_programs(dispatcher: Dispatcher, watch: Watch) -> None:
-    """From now on, note how long a call takes, and the program itself within it.
+    """From now on, note when a call begins and ends, and the program itself within it.
 
     Two calls subtracted from each other would drown the dispatcher's microseconds in
-    the noise of a program that runs for milliseconds.
+    the noise of a program that runs for milliseconds. What is noted is put away when
+    the call is over, and nothing is kept of a result: giving its memory back isn't part
+    of the call.
     """
     from ..runtime.dispatch import Dispatcher
 
+    dispatch, clock = Dispatcher.__call__, time.perf_counter
+    entered = left = 0.0
+
     class Timed(Dispatcher):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            result = super().__call__(*args, **kwargs)
-            watch.call_ms.append(child.elapsed_ms(started))
+            called = clock()
+            result = dispatch(self, *args, **kwargs)
+            returned = clock()
+            watch.calls.append(Moments(called, entered, left, returned))
             return result
 
     dispatcher.__class__ = Timed
 
     def watched(program: Call) -> Call:
         def call(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            if watch.replay:
-                return watch.outputs
-            started = time.perf_counter()
+            nonlocal entered, left
+            if watch.replay is not None:
+                entered = left = 0.0
+                watch.replay = watch.replay or program(inputs)
+                return watch.replay
+            entered = clock()
             outputs = program(inputs)
-            watch.inside_ms.append(child.elapsed_ms(started))
-            watch.outputs = outputs
+            left = clock()
             return outputs
 
         return call
 
     for sizes, bound in dispatcher.by_sizes.items():
         dispatcher.by_sizes[sizes] = bound._replace(call=watched(bound.call))
+    dispatcher.follow(dispatcher.watch)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from compilekit.errors import CompilekitError, HarvestError, ResourceError
 from compilekit.events import BuildEvent, to_line
 from compilekit.targets import Target, load_target
 
-# What a call on a CPU compares words with; the runtime's, compiled with the kernels.
-COMPARE = Path(__file__).parents[1] / "runtime" / "words.cpp"
+# What a call on a CPU does besides its program; compiled with the kernels.
+NATIVE = Path(__file__).parents[1] / "runtime" / "calls.cpp"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Pending:
     Attributes:
         compiled: The `CompiledBucket`.
         kernels: Name in the host code → (source digest, shared object to come).
-        compare: The shared object of `Entry.compare` to come; None = the target has no
+        native: The shared object of `Entry.native` to come; None = the target has no
             C++.
         tuned_on: The target that the tuning file's configs were measured on.
     """
@@ -59,7 +59,7 @@ class Pending:
     began: float
     compiled: Any
     kernels: dict[str, tuple[str, Future[bytes]]]
-    compare: Future[bytes] | None
+    native: Future[bytes] | None
     tuned_on: str
 
 
@@ -145,9 +145,9 @@ def _compile_all(
             )
         return cpp.compile_kernel(toolchain, header.result(), code, label)
 
-    compare = None
+    native = None
     if toolchain is not None:
-        compare = pool.submit(compile_source, COMPARE.read_text("utf-8"), "compare")
+        native = pool.submit(compile_source, NATIVE.read_text("utf-8"), "native")
     for index, job in jobs:
         began = time.perf_counter()
         about = BuildEvent(
@@ -190,7 +190,7 @@ def _compile_all(
                 known[digest] = pool.submit(compile_source, source.code, digest[:16])
             futures[name] = (digest, known[digest])
         pending.append(
-            Pending(job, index, began, compiled, futures, compare, tuning.target)
+            Pending(job, index, began, compiled, futures, native, tuning.target)
         )
         pending = [
             item for item in pending if not _finished(item, scratch, count, emit, False)
@@ -354,10 +354,10 @@ def _write(item: Pending, scratch: Path, kernels: dict[str, KernelRef]) -> int:
         _write_once(scratch / "constants" / name, data)
     program = compiled.program._replace(kernels=kernels)
     entry = compiled.entry
-    if item.compare is not None:
-        library = item.compare.result()
-        compare = _kernel(scratch, COMPARE.read_text("utf-8"), library, {})
-        entry = entry._replace(compare=compare)
+    if item.native is not None:
+        library = item.native.result()
+        native = _kernel(scratch, NATIVE.read_text("utf-8"), library, {})
+        entry = entry._replace(native=native)
     files = {
         "program.json": canonical.encode(to_json(program)),
         "call.py": compiled.code.encode(),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import is_inference_mode_enabled
 
 from compilekit import paths
-from compilekit._torch.runtime import count_modes, is_plain, tensor_guard
+from compilekit._torch.runtime import is_plain
 from compilekit.artifact.program import Entry, InputRule, TensorSpec
 from compilekit.errors import CallRefusedError
 from compilekit.runtime.model import SCALARS, tensor_spec
@@ -83,7 +81,7 @@ class Arguments:
             if p.default is not p.empty
         }
         parsed = {path: paths.parse(path) for path in entry.fixed}
-        self._nested_fixed = tuple(
+        self.fixed_below = tuple(
             (steps, path, entry.fixed[path])
             for path, steps in parsed.items()
             if len(steps) > 1
@@ -112,7 +110,7 @@ class Arguments:
         for name, value in values.items():
             if name not in self._names:
                 self._check_extra(name, value)
-        for steps, path, expected in self._nested_fixed:
+        for steps, path, expected in self.fixed_below:
             self._check_nested(steps, path, expected, values)
         for steps, keys in self._containers:
             self._check_keys(steps, keys, values)
@@ -315,105 +313,6 @@ class Arguments:
         ]
         value = argument.rule.default or 0
         return torch.full(shape, value, dtype=argument.dtype, device=self.device)
-
-
-class ExactCalls:
-    """Recognises calls that pass a bucket's very tensors, by one check in C++.
-
-    Most calls of a server that pads by itself are of this kind, and for them it takes
-    the place of every check of `Arguments`: no other argument but all of those that
-    were built in, the right type, dtype, shape, stride, device, no gradient wanted,
-    memory of its own.
-
-    Args:
-        arguments: The entry's.
-        specs: Sizes of a bucket's axes → what its program takes, in order.
-    """
-
-    def __init__(
-        self,
-        arguments: Arguments,
-        specs: Mapping[tuple[int, ...], Sequence[TensorSpec]],
-    ) -> None:
-        nested = any(argument.below for argument in arguments.tensors)
-        names = [argument.name for argument in arguments.tensors]
-        self._pick = _picker(names)
-        self._positional = arguments.positional
-        fixed = arguments.fixed
-        self._fixed = tuple(fixed.items()) if _are_names(fixed) else ()
-        self._buckets = {
-            tuple(spec.shape for spec in each): (sizes, _guards(each, arguments.device))
-            for sizes, each in specs.items()
-            if names and not nested
-        }
-
-    def match(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], Sequence[torch.Tensor], tuple[int, ...]] | None:
-        """The call's arguments by name, its tensors and sizes; None if it isn't one."""
-        # Autocast and a trace are among what a guard holds a tensor to, modes aren't.
-        if not self._buckets or count_modes():
-            return None
-        if args:
-            if kwargs or len(args) > len(self._positional):
-                return None
-            kwargs = dict(zip(self._positional, args, strict=False))
-        try:
-            tensors = self._pick(kwargs)
-            if len(kwargs) != len(tensors) and (
-                len(kwargs) != len(tensors) + len(self._fixed)
-                # True, False and None; an equal number may be another object.
-                or any(kwargs[name] is not value for name, value in self._fixed)
-            ):
-                return None
-            # Asking a nested tensor for its shape fails, and torch's guard would crash.
-            found = self._buckets.get(tuple([tensor.shape for tensor in tensors]))
-        except (AttributeError, KeyError, TypeError, RuntimeError):
-            # `Arguments` says what is wrong.
-            return None
-        if found is None:
-            return None
-        sizes, guards = found
-        for guard in guards[is_inference_mode_enabled()]:
-            if guard(*tensors):
-                return kwargs, tensors, sizes
-        return None
-
-
-def _picker(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Takes the values of some keys out of a dict, in order."""
-    if len(names) > 1:
-        return operator.itemgetter(*names)
-    return lambda values: tuple([values[name] for name in names])
-
-
-def _are_names(argument_paths: Iterable[str]) -> bool:
-    """Whether every path is an argument itself, with nothing below it."""
-    return all(len(paths.parse(path)) == 1 for path in argument_paths)
-
-
-def _guards(
-    specs: Sequence[TensorSpec], device: torch.device
-) -> dict[bool, list[Callable[..., bool]]]:
-    """Inference mode → checks for tensors made outside of it, and inside."""
-    guards: dict[bool, list[Callable[..., bool]]] = {False: [], True: []}
-    for made_inside in (False, True):
-        with torch.inference_mode(made_inside):
-            examples = [
-                torch.empty_strided(
-                    spec.shape,
-                    spec.stride,
-                    dtype=getattr(torch, spec.dtype),
-                    device=device,
-                )
-                for spec in specs
-            ]
-        for inside in guards:
-            # They hold for the modes they are made in, of which autocast is one.
-            autocast = torch.autocast(device.type, enabled=False)
-            with torch.inference_mode(inside), autocast:
-                guards[inside].append(tensor_guard(examples))
-    return guards
 
 
 def _argument(path: str, rule: InputRule, axes: tuple[str, ...]) -> Argument:

@@ -46,7 +46,7 @@ from compilekit.runtime.check import (
 from compilekit.runtime.dispatch import Dispatcher
 from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
 from compilekit.runtime.place import asked_place, model_place
-from compilekit.runtime.program import Call, lazy_program, load_compare, load_program
+from compilekit.runtime.program import Call, lazy_program, load_native, load_program
 from compilekit.runtime.receipt import Receipt, Route
 from compilekit.runtime.requirements import (
     check_requirements,
@@ -214,7 +214,7 @@ def _attach(
             class_name,
             place,
             loaded[item.name],
-            load_compare(opened, item),
+            load_native(opened, item),
             _refusal(receipt, item.name, getattr(model, item.method), *policies),
             receipt.note_rebind,
             lock,

@@ -33,11 +33,13 @@ from compilekit.artifact.program import Entry, GraphOutput, Program, TensorSpec
 from compilekit.buckets import BucketTable, bucket_table, no_bucket_error
 from compilekit.errors import CallRefusedError, CompilekitError, MismatchError
 from compilekit.plan import Bucket
-from compilekit.runtime.arguments import (
-    Arguments,
+from compilekit.runtime.arguments import Arguments, Given, contiguous_spec
+from compilekit.runtime.exact import (
+    MISSED,
+    ExactCall,
     ExactCalls,
-    Given,
-    contiguous_spec,
+    ExactProgram,
+    native_call,
 )
 from compilekit.runtime.model import (
     ALIGNMENT,
@@ -47,8 +49,14 @@ from compilekit.runtime.model import (
     own_method,
 )
 from compilekit.runtime.overlap import first_overlap, storages
-from compilekit.runtime.program import Call
-from compilekit.runtime.result import Outputs, ResultBuilder, result_builder
+from compilekit.runtime.program import Call, Native
+from compilekit.runtime.result import (
+    ModelOutputFields,
+    Outputs,
+    ResultBuilder,
+    model_output_fields,
+    result_builder,
+)
 from compilekit.runtime.watch import Watch
 
 OnRefusal = Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]
@@ -69,6 +77,7 @@ class BoundProgram(NamedTuple):
         mutated: Graph inputs that the program writes.
         writes: Their paths.
         build: Makes the caller's output.
+        fields: The same for a call that wasn't padded, as data where that is enough.
         aligned: Arguments among the graph inputs whose address a GPU kernel needs to be
             a multiple of 16 → True if a copy would do.
     """
@@ -84,6 +93,7 @@ class BoundProgram(NamedTuple):
     mutated: tuple[int, ...]
     writes: tuple[str, ...]
     build: ResultBuilder
+    fields: ModelOutputFields | None
     aligned: tuple[tuple[int, bool], ...]
 
 
@@ -99,7 +109,7 @@ class Dispatcher(AttachedMethod):
         class_name: The class that was compiled, for the comparison after a change.
         device: Where the programs run.
         programs: Every bucket's program and host code.
-        compare: The artifact's own comparison of words, see `Watch`; None = torch's.
+        native: What the artifact brings for its calls; None = Python and torch do it.
         on_refusal: What to do with a call that no program covers: called with the
             error and the call's arguments, returns the result (or raises).
         on_rebind: Called after a changed model was compared and bound again.
@@ -115,7 +125,7 @@ class Dispatcher(AttachedMethod):
         class_name: str,
         device: torch.device,
         programs: Mapping[str, tuple[Program, Call]],
-        compare: Callable[[int], bool] | None,
+        native: Native | None,
         on_refusal: OnRefusal,
         on_rebind: Callable[[], None],
         lock: threading.RLock,
@@ -128,7 +138,7 @@ class Dispatcher(AttachedMethod):
         self.entry = entry
         self.class_name = class_name
         self.device = device
-        self.compare = compare
+        self.native = native
         self.on_refusal = on_refusal
         self.on_rebind = on_rebind
         self.table: BucketTable = bucket_table(
@@ -149,30 +159,34 @@ class Dispatcher(AttachedMethod):
         self.by_sizes = {
             tuple(bound.bucket.axes.values()): bound for bound in self.programs.values()
         }
-        self.exact = ExactCalls(
-            self.arguments,
-            {sizes: bound.specs for sizes, bound in self.by_sizes.items()},
-        )
         self._deterministic: bool = entry.ambient["deterministic"]
         self.lock = lock
         self.serial: contextlib.AbstractContextManager[Any] = (
             lock if entry.mutates_model else contextlib.nullcontext()
         )
         self.watch: Watch
+        # Either of them: C++ of the artifact, or torch's guards.
+        self._exact: ExactCall | None = None
+        self._guards: ExactCalls | None = None
 
     def start_watching(self, view: ModelView) -> None:
         """Note what the model looks like, as it was compared and with us in it."""
-        self.watch = Watch(view, self.entry, self.compare)
+        self.follow(self._watch(view))
+
+    def follow(self, watch: Watch) -> None:
+        """From now on, a call takes the model's tensors from here."""
+        self.watch = watch
+        self._exact = self._native_call(watch)
+        if self._exact is None and self._guards is None:
+            specs = {sizes: bound.specs for sizes, bound in self.by_sizes.items()}
+            self._guards = ExactCalls(self.arguments, specs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call's bucket; refuse, or hand over, what none covers."""
         try:
-            exact = self.exact.match(args, kwargs)
-            if exact is None:
-                return self._run_fitted(args, kwargs)
-            values, fitted, sizes = exact
-            bound = self.by_sizes[sizes]
-            return bound.build(self._run(bound, fitted, fitted), values, None)
+            exact = self._exact or self._guarded
+            result = exact(args, kwargs)
+            return self._run_fitted(args, kwargs) if result is MISSED else result
         except CompilekitError as exc:
             error = exc
         return self.on_refusal(error, args, kwargs)
@@ -180,6 +194,38 @@ class Dispatcher(AttachedMethod):
     def __reduce__(self) -> tuple[Any, ...]:
         # Built again before the copy's attributes are set, so it finds the class's.
         return getattr, (self.model, self.entry.method)
+
+    def _watch(self, view: ModelView) -> Watch:
+        return Watch(view, self.entry, self.native and self.native.changed)
+
+    def _native_call(self, watch: Watch) -> ExactCall | None:
+        """Exact calls in C++, if nothing about the entry or the model needs Python."""
+        bounds = self.by_sizes.values()
+        if self.native is None or not all(bound.simple for bound in bounds):
+            return None
+        programs = [
+            ExactProgram(
+                bound.specs,
+                watch.inputs(bound.bucket.name, bound.order),
+                bound.arguments,
+                bound.call,
+                bound.build,
+                bound.fields,
+            )
+            for bound in bounds
+        ]
+        return native_call(
+            self.native, self.arguments, programs, watch, self._deterministic
+        )
+
+    def _guarded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An exact call without C++ of the artifact."""
+        match = self._guards.match(args, kwargs) if self._guards is not None else None
+        if match is None:
+            return MISSED
+        values, fitted, sizes = match
+        bound = self.by_sizes[sizes]
+        return bound.build(self._run(bound, fitted, fitted), values, None)
 
     def _run_fitted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that isn't an exact one: checked part by part, padded and cut."""
@@ -378,7 +424,7 @@ class Dispatcher(AttachedMethod):
             while self.watch.changed():
                 # Watched before it is compared: a later change is noticed.
                 view = ModelView(self.model)
-                watch = Watch(view, self.entry, self.compare)
+                watch = self._watch(view)
                 later = ModelView(self.model)
                 mismatches = model_mismatches(later, self.entry, self.class_name)
                 if mismatches:
@@ -388,7 +434,7 @@ class Dispatcher(AttachedMethod):
                         hint="Put it back, or call receipt.detach().",
                     )
                 if watch.complete and later.modules == view.modules:
-                    self.watch = watch
+                    self.follow(watch)
                     self.on_rebind()
             return self.watch
 
@@ -434,6 +480,7 @@ class Dispatcher(AttachedMethod):
             build=result_builder(
                 program.result, self.entry.cuts, self.entry.axes, self.model
             ),
+            fields=model_output_fields(program.result),
             aligned=_aligned_arguments(program) if self.device.type == "cuda" else (),
         )
 

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
-from types import CodeType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +28,29 @@ from compilekit.runtime.kernelfile import kernel_file
 
 Call = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 Kernel = Callable[..., Any]
+
+
+class Native(NamedTuple):
+    """C++ for what a call does besides its program (calls.cpp).
+
+    Attributes:
+        changed: Takes the address of a table of words; True if one isn't what it says.
+        call: Takes a table, what it refers to and the arguments of a call: runs it.
+    """
+
+    changed: Callable[[int], bool]
+    call: Callable[[bytes, tuple[Any, ...], tuple[Any, ...], dict[str, Any]], Any]
+
+
+# How runtime/words.py and exact.py write tables; calls.cpp says what it reads.
+_TABLES = 1
 _CPU = torch.device("cpu")
 
 # By digest, constants by device too: programs, buckets and artifacts share them. An
 # extension module can't be unloaded, so kernels stay; constants go with the last
 # program that uses them.
 _kernels: dict[str, Kernel] = {}
+_natives: dict[str, Native | None] = {}
 _constants: weakref.WeakValueDictionary[str, torch.Tensor] = (
     weakref.WeakValueDictionary()
 )
@@ -72,18 +89,21 @@ def load_program(
     return call
 
 
-def load_compare(artifact: Artifact, entry: Entry) -> Kernel | None:
-    """What compares the words that an entry watches; None if it has nothing of its own.
+def load_native(artifact: Artifact, entry: Entry) -> Native | None:
+    """What an entry brings for its calls; None = nothing that reads our tables.
 
     Raises:
         AttachError: it can't be loaded.
     """
-    if entry.compare is None:
+    if entry.native is None:
         return None
-    digest = entry.compare.digest
+    digest = entry.native.digest
     with _lock:
-        _load_kernels(artifact, [digest])
-    return _kernels[digest]
+        if digest not in _natives:
+            module = _load(artifact, digest, "tables", "changed", "call")
+            native = Native(module.changed, module.call)
+            _natives[digest] = native if module.tables == _TABLES else None
+    return _natives[digest]
 
 
 def _kernel_names(
@@ -137,7 +157,8 @@ def _load_kernels(artifact: Artifact, digests: Iterable[str]) -> None:
     missing = [digest for digest in dict.fromkeys(digests) if digest not in _kernels]
     if missing:
         with _pointer_variable():
-            _kernels.update((digest, _load(artifact, digest)) for digest in missing)
+            for digest in missing:
+                _kernels[digest] = _load(artifact, digest, "kernel").kernel
 
 
 @contextmanager
@@ -154,7 +175,7 @@ def _pointer_variable() -> Iterator[None]:
             os.environ[POINTER_VARIABLE] = previous
 
 
-def _load(artifact: Artifact, digest: str) -> Kernel:
+def _load(artifact: Artifact, digest: str, *functions: str) -> ModuleType:
     # The part after the last dot picks the init function, PyInit_kernel.
     name = f"compilekit.kernels.{digest}.kernel"
     with kernel_file(artifact, f"kernels/{digest}.so") as path:
@@ -163,7 +184,8 @@ def _load(artifact: Artifact, digest: str) -> Kernel:
         try:
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
-            function: Kernel = module.kernel
+            for function in functions:
+                getattr(module, function)
         except (ImportError, AttributeError) as exc:
             raise AttachError(
                 f"kernel {artifact.path(f'kernels/{digest}.so')} can't be loaded:"
@@ -171,7 +193,7 @@ def _load(artifact: Artifact, digest: str) -> Kernel:
                 hint="`compilekit doctor` looks for what this machine lacks.",
                 kernel=digest,
             ) from exc
-    return function
+    return module
 
 
 def _constant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,6 +127,35 @@ def _model_output(
         return result
 
     return make
+
+
+class ModelOutputFields(NamedTuple):
+    """A result of transformers' classes that holds graph outputs and constants alone.
+
+    Attributes:
+        cls: Its class.
+        fields: (name, graph output or None, constant) of each field.
+    """
+
+    cls: type
+    fields: tuple[tuple[str, int | None, Any], ...]
+
+
+def model_output_fields(tree: Mapping[str, Any]) -> ModelOutputFields | None:
+    """What a call that wasn't padded puts together; None for any other result."""
+    if "class" not in tree:
+        return None
+    cls = import_class(tree["class"])
+    if not _is_model_output(cls):
+        return None
+    if any(part["kind"] not in ("out", "value") for _, part in tree["items"]):
+        return None
+    return ModelOutputFields(
+        cls,
+        tuple(
+            (name, part.get("index"), part.get("value")) for name, part in tree["items"]
+        ),
+    )
 
 
 def _argument(path: str) -> ResultBuilder:

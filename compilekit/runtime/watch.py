@@ -37,27 +37,29 @@ class Watch:
     is noticed at the next call.
 
     Args:
-        compare: See `Words`; with it the tensors' metadata are words like any other.
+        changed: See `Words`; with it the tensors' metadata are words like any other.
     Attributes:
         complete: False if there is no tensor where a program reads one, or one of
             another kind: such a model doesn't fit, and its tensors aren't watched.
         tensors: The tensors that programs read, in the entry's order.
+        words: What is watched, or most of it.
+        all_words: True if that is all.
     """
 
     def __init__(
-        self, view: ModelView, entry: Entry, compare: Callable[[int], bool] | None
+        self, view: ModelView, entry: Entry, changed: Callable[[int], bool] | None
     ) -> None:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
         self._dicts = tuple(_watched_dicts(view, self._modules, entry))
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
         self.complete = all(map(_is_dense, self.tensors))
-        layout = tensor_layout() if compare is not None else None
+        layout = tensor_layout() if changed is not None else None
         levels: list[list[int]] = [
             [*map(version_address, self._dicts), *map(class_address, self._modules)]
         ]
         self._guards: dict[bool, Callable[..., bool]] = {}
         if layout is None:
-            compare = None
+            changed = None
             self._guard_tensors()
         elif self.complete:
             levels += [[], []]
@@ -66,7 +68,7 @@ class Watch:
                     levels, metadata_addresses(tensor, layout), strict=True
                 ):
                     level += more
-        self._words = Words(levels, compare)
+        self.words = Words(levels, changed)
         # Inference tensors don't count what is written to them.
         self._frozen = [
             tensor
@@ -82,7 +84,7 @@ class Watch:
             for path, tensor in zip(entry.tensors, self.tensors, strict=True)
             if id(tensor) not in held
         )
-        self._more = bool(self._guards or self._unheld or self._frozen)
+        self.all_words = not (self._guards or self._unheld or self._frozen)
         self._storages: frozenset[int] | None = None
         self._inputs: dict[str, list[Any]] = {}
 
@@ -111,7 +113,7 @@ class Watch:
 
     def changed(self) -> bool:
         """True if anything moved since."""
-        return self._words.changed() or (self._more and self._more_changed())
+        return self.words.changed() or (not self.all_words and self._more_changed())
 
     def _more_changed(self) -> bool:
         return (

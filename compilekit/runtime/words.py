@@ -5,7 +5,7 @@ to its class in each object; torch keeps a tensor's metadata in a few words. Ask
 one by one, through Python, they cost 0.04 µs each, and ten times that right after a
 program has filled the processor's caches with its own data: a model of 24 layers has
 four thousand. Asked for at once, the processor waits for many of them at a time. A
-program for a CPU brings a C++ function for that (words.cpp), which a call reaches in a
+program for a CPU brings a C++ function for that (calls.cpp), which a call reaches in a
 microsecond; without it torch's gathered load does it, whose own code is a dozen
 microseconds away from a cold cache.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-_WORD_BYTES = 8
+WORD_BYTES = 8
 # What every object begins with; the last word of it points to the object's class.
 _HEAD_BYTES = object.__basicsize__
 
@@ -30,7 +30,7 @@ def class_address(value: object) -> int:
 
     Source: Include/object.h, PyObject (CPython 3.11, 3.12).
     """
-    return id(value) + _HEAD_BYTES - _WORD_BYTES
+    return id(value) + _HEAD_BYTES - WORD_BYTES
 
 
 def version_address(value: dict[Any, Any]) -> int:
@@ -42,7 +42,7 @@ def version_address(value: dict[Any, Any]) -> int:
     and the length (CPython 3.11, 3.12; 3.13 gives up the rule that every change of an
     instance's attribute changes it).
     """
-    return id(value) + _HEAD_BYTES + _WORD_BYTES
+    return id(value) + _HEAD_BYTES + WORD_BYTES
 
 
 class Words:
@@ -52,15 +52,18 @@ class Words:
         levels: Addresses, multiples of 8. Those of a level are read only if the words
             of every level before it are as they were, and the caller keeps alive what
             lies there so long.
-        compare: From words.cpp: takes the address of a table, gives True if a word
+        changed: From calls.cpp: takes the address of a table, gives True if a word
             isn't what it says; None = torch does it, for a single level.
+    Attributes:
+        address: Of that table, as long as this object lives; 0 = torch does it.
     """
 
     def __init__(
-        self, levels: Sequence[Sequence[int]], compare: Callable[[int], bool] | None
+        self, levels: Sequence[Sequence[int]], changed: Callable[[int], bool] | None
     ) -> None:
         found = [sorted(addresses) for addresses in levels if addresses]
-        if compare is None:
+        self.address = 0
+        if changed is None:
             (addresses,) = found
             self.changed = _gathered(addresses)
             return
@@ -71,19 +74,19 @@ class Words:
             table.append(len(addresses))
             table.extend(addresses)
             table.extend([word(address).value for address in addresses])
-        # Alive as long as this object is.
         self._table = table
-        self.changed = functools.partial(compare, table.buffer_info()[0])
+        self.address = table.buffer_info()[0]
+        self.changed = functools.partial(changed, self.address)
 
 
 def _gathered(addresses: Sequence[int]) -> Callable[[], bool]:
     """Whether words are no more what they are now, by torch's operators."""
     first, last = addresses[0], addresses[-1]
     # A tensor over all memory between them, of which only these words are read.
-    span = ctypes.c_int64 * ((last - first) // _WORD_BYTES + 1)
+    span = ctypes.c_int64 * ((last - first) // WORD_BYTES + 1)
     memory = torch.frombuffer(span.from_address(first), dtype=torch.int64)
     places = torch.tensor(
-        [(address - first) // _WORD_BYTES for address in addresses], device="cpu"
+        [(address - first) // WORD_BYTES for address in addresses], device="cpu"
     )
     before = torch.take(memory, places)
     return lambda: not torch.equal(torch.take(memory, places), before)
