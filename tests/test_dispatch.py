@@ -27,6 +27,7 @@ import compilekit
 from compilekit._torch.runtime import same_layout
 from compilekit.artifact.program import TensorSpec
 from compilekit.errors import CallRefusedError, MismatchError, NoBucketError
+from compilekit.runtime import program as programs
 from compilekit.runtime.exact import ExactCalls, _guards
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -195,6 +196,29 @@ def test_the_short_way_takes_what_was_built_in(attached: Attached) -> None:
         for other in ({"flag": False}, {"flag": 1}, {"more": True}):
             assert match((), call | other) is None
         assert match((), {"x": call["x"], "flag": True}) is None
+
+
+def test_the_artifact_brings_its_own_calls(attached: Attached) -> None:
+    """C++ runs exact calls of programs that only read what a watch can follow."""
+    assert attached("rows").__dict__["rows"].native_call is not None
+    for entry in ("held", "counted", "aliases", "spread"):
+        dispatcher = attached(entry).__dict__[entry]
+        assert dispatcher.native is not None
+        assert dispatcher.native_call is None
+
+
+def test_calls_of_another_version_are_not_used(
+    attached: Attached, make_zoo: MakeZoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An artifact whose C++ reads other tables than ours works without it."""
+    monkeypatch.setattr(programs, "_TABLES", 2)
+    monkeypatch.setattr(programs, "_natives", {})
+    model = attached("rows")
+    assert model.__dict__["rows"].native is None
+    x, y = torch.randn(4, 8), torch.randn(4)
+    torch.testing.assert_close(model.rows(y, x), make_zoo().rows(y, x))
+    model.plain = torch.zeros(8)
+    torch.testing.assert_close(model.rows(y, x), make_zoo().rows(y, x))
 
 
 def test_axes_must_agree(attached: Attached) -> None:

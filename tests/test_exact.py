@@ -27,6 +27,7 @@ from compilekit.runtime.exact import (
     ExactCall,
     ExactCalls,
     ExactProgram,
+    can_be_exact,
     native_call,
 )
 from compilekit.runtime.model import ModelView, ambient
@@ -477,6 +478,14 @@ def test_what_a_call_reads_outlives_a_rebind(native: Native) -> None:
     del call
     gc.collect()
     assert kept() is None
+
+
+def test_what_was_built_in_below_an_argument(made: Made) -> None:
+    """It can't be told by name, and must be there: no call is an exact one."""
+    entry = made.entry._replace(fixed={'options["x"]': 1})
+    arguments = Arguments(entry, made.model.forward, {}, [], torch.device("cpu"))
+    assert ExactCalls(arguments, {(2,): specs(2)}).match((), pair()) is None
+    assert not can_be_exact(arguments)
 
 
 def test_what_needs_the_guards(native: Native) -> None:

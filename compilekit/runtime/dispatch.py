@@ -166,7 +166,7 @@ class Dispatcher(AttachedMethod):
         )
         self.watch: Watch
         # Either of them: C++ of the artifact, or torch's guards.
-        self._exact: ExactCall | None = None
+        self.native_call: ExactCall | None = None
         self._guards: ExactCalls | None = None
 
     def start_watching(self, view: ModelView) -> None:
@@ -176,15 +176,15 @@ class Dispatcher(AttachedMethod):
     def follow(self, watch: Watch) -> None:
         """From now on, a call takes the model's tensors from here."""
         self.watch = watch
-        self._exact = self._native_call(watch)
-        if self._exact is None and self._guards is None:
+        self.native_call = self._bind_native(watch)
+        if self.native_call is None and self._guards is None:
             specs = {sizes: bound.specs for sizes, bound in self.by_sizes.items()}
             self._guards = ExactCalls(self.arguments, specs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call's bucket; refuse, or hand over, what none covers."""
         try:
-            exact = self._exact or self._guarded
+            exact = self.native_call or self._guarded
             result = exact(args, kwargs)
             return self._run_fitted(args, kwargs) if result is MISSED else result
         except CompilekitError as exc:
@@ -198,7 +198,7 @@ class Dispatcher(AttachedMethod):
     def _watch(self, view: ModelView) -> Watch:
         return Watch(view, self.entry, self.native and self.native.changed)
 
-    def _native_call(self, watch: Watch) -> ExactCall | None:
+    def _bind_native(self, watch: Watch) -> ExactCall | None:
         """Exact calls in C++, if nothing about the entry or the model needs Python."""
         bounds = self.by_sizes.values()
         if self.native is None or not all(bound.simple for bound in bounds):
