@@ -507,7 +507,7 @@ def test_kernels_are_mapped_in_place_where_only_we_can_write(
     artifact, digest = make_native(11)
     opened = open_trusted(artifact.root, Trust(digest=artifact.digest))
     assert not opened.from_memory
-    assert program._load(opened, digest)() == 11
+    assert program._load(opened, digest, "kernel").kernel() == 11
     assert str(opened.path(f"kernels/{digest}.so")) in mapped()
 
 
@@ -523,7 +523,7 @@ def test_kernels_come_from_memory_where_others_can_write(
     os.chmod(artifact.root / place.format(digest), 0o777)
     opened = open_trusted(artifact.root, Trust(digest=artifact.digest))
     assert opened.from_memory
-    assert program._load(opened, digest)() == answer
+    assert program._load(opened, digest, "kernel").kernel() == answer
     assert str(artifact.root) not in mapped()
     assert f"memfd:{digest}"[:60] in mapped()
 
@@ -539,7 +539,7 @@ def test_without_a_demand_too(
     for given in (artifact.root, open_artifact(artifact.root)):
         opened = open_required(given)
         assert opened.from_memory
-    assert program._load(opened, digest)() == 27
+    assert program._load(opened, digest, "kernel").kernel() == 27
     assert str(artifact.root) not in mapped()
 
 
@@ -565,7 +565,7 @@ def test_a_kernel_that_changed_is_not_loaded(
     path = opened.path(f"kernels/{digest}.so")
     path.write_bytes(path.read_bytes().replace(b"\0", b"\1", 1))
     with pytest.raises(DigestError):
-        program._load(opened, digest)
+        program._load(opened, digest, "kernel")
 
 
 def test_two_kernels_from_memory_are_two(
@@ -576,7 +576,7 @@ def test_two_kernels_from_memory_are_two(
     for answer in (51, 52, 53):
         artifact, digest = make_native(answer)
         artifact.from_memory = True
-        answers.append(program._load(artifact, digest)())
+        answers.append(program._load(artifact, digest, "kernel").kernel())
     assert answers == [51, 52, 53]
 
 
@@ -587,7 +587,7 @@ def test_noexec_needs_no_writable_disk(
     """On a file system mounted noexec kernels are loaded from memory."""
     artifact, digest = make_native(61)
     monkeypatch.setattr(kernelfile, "is_noexec", lambda _: True)
-    assert program._load(artifact, digest)() == 61
+    assert program._load(artifact, digest, "kernel").kernel() == 61
     assert f"memfd:{digest}"[:60] in mapped()
 
 
@@ -597,7 +597,7 @@ def test_a_kernel_that_is_no_library_is_an_error(tmp_path: Path) -> None:
     artifact.from_memory = True
     digest = golden.canonical.sha256(golden.KERNEL)
     with pytest.raises(AttachError, match=f"artifact/kernels/{digest}.so can't"):
-        program._load(artifact, digest)
+        program._load(artifact, digest, "kernel")
 
 
 def test_links_up_the_tree_are_resolved(signed: Artifact, tmp_path: Path) -> None:
