@@ -7,7 +7,8 @@ against tensors whose metadata are known. Checked on torch 2.11, 2.12 and 2.13.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,10 +61,7 @@ class TensorKind(NamedTuple):
     inside: int
 
 
-_known: list[TensorLayout | None] = []
-_kinds: dict[str, TensorKind] = {}
-
-
+@functools.cache
 def tensor_layout() -> TensorLayout | None:
     """The layout of this torch's tensors; None if it isn't one that is known.
 
@@ -71,9 +69,7 @@ def tensor_layout() -> TensorLayout | None:
     TensorImpl (behind the sizes: offset, element count, dtype with device and flags,
     keys) (2.11, 2.12, 2.13).
     """
-    if not _known:
-        _known.append(in_plain_thread(_probed))
-    return _known[0]
+    return in_plain_thread(_probed)
 
 
 def _probed() -> TensorLayout | None:
@@ -101,24 +97,19 @@ def _probed() -> TensorLayout | None:
     return found if fit and len(kinds) == len(every) and len(same) == 1 else None
 
 
-def tensor_kinds(
-    dtypes: Iterable[str], layout: TensorLayout
-) -> Mapping[str, TensorKind]:
-    """What plain CPU tensors of some dtypes hold."""
+@functools.cache
+def tensor_kind(dtype: torch.dtype, layout: TensorLayout) -> TensorKind:
+    """What plain CPU tensors of a dtype hold."""
 
-    def learn() -> None:
-        for name in dtypes:
-            dtype = getattr(torch, name)
-            made = []
-            for inside in (False, True):
-                with torch.inference_mode(inside):
-                    made.append(torch.empty((1,), dtype=dtype, device="cpu"))
-            keys = [_word(tensor._cdata, layout.keys) for tensor in made]
-            _kinds[name] = TensorKind(_word(made[0]._cdata, layout.kind), *keys)
+    def learn() -> TensorKind:
+        made = []
+        for inside in (False, True):
+            with torch.inference_mode(inside):
+                made.append(torch.empty((1,), dtype=dtype, device="cpu"))
+        keys = [_word(tensor._cdata, layout.keys) for tensor in made]
+        return TensorKind(_word(made[0]._cdata, layout.kind), *keys)
 
-    if not all(name in _kinds for name in dtypes):
-        in_plain_thread(learn)
-    return _kinds
+    return in_plain_thread(learn)
 
 
 def shape_words(

@@ -165,21 +165,22 @@ class Dispatcher(AttachedMethod):
             lock if entry.mutates_model else contextlib.nullcontext()
         )
         self.watch: Watch
-        # Either of them: C++ of the artifact, or torch's guards.
+        # One of them: C++ of the artifact, or torch's guards.
         self.native_call: ExactCall | None = None
         self._guards: ExactCalls | None = None
 
     def start_watching(self, view: ModelView) -> None:
         """Note what the model looks like, as it was compared and with us in it."""
         self.follow(self._watch(view))
+        # Not at a later change: a guard made inside a trace would hold for it.
+        if self.native_call is None:
+            specs = {sizes: bound.specs for sizes, bound in self.by_sizes.items()}
+            self._guards = ExactCalls(self.arguments, specs)
 
     def follow(self, watch: Watch) -> None:
         """From now on, a call takes the model's tensors from here."""
         self.watch = watch
         self.native_call = self._bind_native(watch)
-        if self.native_call is None and self._guards is None:
-            specs = {sizes: bound.specs for sizes, bound in self.by_sizes.items()}
-            self._guards = ExactCalls(self.arguments, specs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call's bucket; refuse, or hand over, what none covers."""

@@ -21,10 +21,9 @@ from torch import is_inference_mode_enabled
 
 from compilekit._torch.layout import (
     KIND_BITS,
-    TensorKind,
     TensorLayout,
     shape_words,
-    tensor_kinds,
+    tensor_kind,
     tensor_layout,
 )
 from compilekit._torch.runtime import (
@@ -127,16 +126,14 @@ def native_call(
     table.extend([address(name) for name in positional])
     for name, value in fixed.items():
         table.extend([address(name), address(value)])
-    kinds = tensor_kinds({spec.dtype for spec in specs}, layout)
     for program in programs:
-        table.extend(_bucket(program, kinds, layout, address))
+        table.extend(_bucket_words(program, layout, address))
     # Bytes, so that a call can't see half of a change; words of 8 as they lie there.
     return functools.partial(native.call, table.tobytes(), tuple(kept))
 
 
-def _bucket(
+def _bucket_words(
     program: ExactProgram,
-    kinds: Mapping[str, TensorKind],
     layout: TensorLayout,
     address: Callable[[Any], int],
 ) -> list[int]:
@@ -144,7 +141,8 @@ def _bucket(
     words: list[int] = []
     for spec in program.specs:
         expected = shape_words(spec.shape, spec.stride, layout)
-        words += [*kinds[spec.dtype], len(expected)]
+        kind = tensor_kind(getattr(torch, spec.dtype), layout)
+        words += [*kind, len(expected)]
         for offset, word in expected:
             words += [offset * WORD_BYTES, word]
     inputs = [0 if tensor is None else address(tensor) for tensor in program.inputs]

@@ -175,7 +175,8 @@ def _pointer_variable() -> Iterator[None]:
             os.environ[POINTER_VARIABLE] = previous
 
 
-def _load(artifact: Artifact, digest: str, *functions: str) -> ModuleType:
+def _load(artifact: Artifact, digest: str, *names: str) -> ModuleType:
+    """A kernel's module, in which there are some names."""
     # The part after the last dot picks the init function, PyInit_kernel.
     name = f"compilekit.kernels.{digest}.kernel"
     with kernel_file(artifact, f"kernels/{digest}.so") as path:
@@ -184,8 +185,8 @@ def _load(artifact: Artifact, digest: str, *functions: str) -> ModuleType:
         try:
             module = importlib.util.module_from_spec(spec)
             loader.exec_module(module)
-            for function in functions:
-                getattr(module, function)
+            for each in names:
+                getattr(module, each)
         except (ImportError, AttributeError) as exc:
             raise AttachError(
                 f"kernel {artifact.path(f'kernels/{digest}.so')} can't be loaded:"
