@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import io
 import pickle
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +207,23 @@ def test_the_artifact_brings_its_own_calls(attached: Attached) -> None:
         dispatcher = attached(entry).__dict__[entry]
         assert dispatcher.native is not None
         assert dispatcher.native_call is None
+
+
+@pytest.mark.parametrize("entry", ["rows", "held", "tables", "spread"])
+def test_a_detached_model_goes_with_its_last_name(
+    entry: str, zoo_artifact: Path, make_zoo: MakeZoo
+) -> None:
+    """Nothing of ours keeps its weights until the next collection."""
+    model = make_zoo()
+    gone = weakref.ref(model)
+    receipt = compilekit.attach(model, zoo_artifact, entry=entry)
+    gc.disable()
+    try:
+        receipt.detach()
+        del model, receipt
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_calls_of_another_version_are_not_used(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -38,29 +39,36 @@ def result_builder(
         AttachError: a class of the output can't be imported.
     """
 
-    def build(node: Mapping[str, Any], path: str) -> ResultBuilder:
-        kind = node["kind"]
-        if kind == "out":
-            return _out(node["index"], _cut(cuts.get(path, {}), axes))
-        if kind == "value":
-            value = node["value"]
-            return lambda outputs, values, sizes: value
-        if kind == "argument":
-            return _argument(node["path"])
-        if kind == "tensor":
-            steps = paths.parse(node["path"])
-            return lambda outputs, values, sizes: paths.follow(model, steps)
-        if kind in ("list", "tuple"):
-            parts = [
-                build(part, f"{path}[{i}]") for i, part in enumerate(node["items"])
-            ]
-            make = list if kind == "list" else tuple
-            return lambda o, v, s: make([part(o, v, s) for part in parts])
-        names = [name for name, _ in node["items"]]
-        builders = [build(part, join(path, name, kind)) for name, part in node["items"]]
-        return _named(kind, node, names, builders)
+    return _builder(tree, "", cuts, axes, model)
 
-    return build(tree, "")
+
+def _builder(
+    node: Mapping[str, Any],
+    path: str,
+    cuts: Mapping[str, Mapping[str, str]],
+    axes: tuple[str, ...],
+    model: torch.nn.Module,
+) -> ResultBuilder:
+    # No function that names itself: such a cycle would keep the model after a detach.
+    inner = functools.partial(_builder, cuts=cuts, axes=axes, model=model)
+    kind = node["kind"]
+    if kind == "out":
+        return _out(node["index"], _cut(cuts.get(path, {}), axes))
+    if kind == "value":
+        value = node["value"]
+        return lambda outputs, values, sizes: value
+    if kind == "argument":
+        return _argument(node["path"])
+    if kind == "tensor":
+        steps = paths.parse(node["path"])
+        return lambda outputs, values, sizes: paths.follow(model, steps)
+    if kind in ("list", "tuple"):
+        parts = [inner(part, f"{path}[{i}]") for i, part in enumerate(node["items"])]
+        make = list if kind == "list" else tuple
+        return lambda o, v, s: make([part(o, v, s) for part in parts])
+    names = [name for name, _ in node["items"]]
+    builders = [inner(part, join(path, name, kind)) for name, part in node["items"]]
+    return _named(kind, node, names, builders)
 
 
 def join(path: str, name: str, kind: str) -> str:
