@@ -38,7 +38,6 @@ def result_builder(
     Raises:
         AttachError: a class of the output can't be imported.
     """
-
     return _builder(tree, "", cuts, axes, model)
 
 
