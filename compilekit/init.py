@@ -15,7 +15,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from compilekit.config import MODEL_DTYPES, Scalar, is_function
+from compilekit.config import (
+    MODEL_DTYPES,
+    PACKAGE,
+    Scalar,
+    is_function,
+    package_data,
+)
 from compilekit.errors import ConfigError
 from compilekit.targets import list_targets
 
@@ -83,8 +89,9 @@ def render(model: str, folder: Path | None = None) -> str:
     """Write a configuration for a model, as text that `config.load` accepts.
 
     Args:
-        model: A directory with a ``config.json``, the same with ``hf:`` before it, an
-            id on the Hugging Face hub, or ``package.module:factory``.
+        model: A directory with a ``config.json``, an id on the Hugging Face hub or
+            ``package:NAME/DIR``, each with or without ``hf:`` before it, or
+            ``package.module:factory``.
         folder: Where the file will lie; a relative `model` is rewritten to be found
             from there. None = the current directory.
 
@@ -96,7 +103,9 @@ def render(model: str, folder: Path | None = None) -> str:
         return _document(model, "float32", _any_module(), guessed=True)
     name = model.removeprefix("hf:")
     directory = Path(name)
-    if directory.is_dir():
+    if name.startswith(PACKAGE):
+        config = _read_json(package_data(name) / "config.json")
+    elif directory.is_dir():
         config = _read_json(directory / "config.json")
         if not directory.is_absolute():
             name = os.path.relpath(directory, folder or Path())

@@ -237,6 +237,23 @@ def test_language_models_are_generated_from(kind: str, tmp_path: Path) -> None:
     assert len(buckets(config, "prefill")) == len(buckets(config, "decode")) == 4
 
 
+@pytest.mark.parametrize("before", ["", "hf:"])
+def test_a_model_that_a_package_ships(
+    before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a source may name, `compilekit init` takes too."""
+    package = tmp_path / "ships_a_bert"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError")
+    model_directory(package, KINDS["bert"][0])
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "package:ships_a_bert/model"
+    config = written(tmp_path, render(f"{before}{name}"))
+    assert config.model.source == f"hf:{name}"
+    with pytest.raises(ConfigError, match="no Python package 'ships_none'"):
+        render("package:ships_none/model")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_kinds(kind: str, tmp_path: Path) -> None:
     """Each usual architecture gets its inputs, outputs and fixed arguments."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compilekit.config import Config
+from compilekit.config import PACKAGE, Config, package_data
 from compilekit.errors import ConfigError
 
 # What code that isn't ours raises when it's wrong: a factory, a transformers class.
@@ -75,29 +74,14 @@ def model_directory(config: Config, location: str) -> Path | None:
     Raises:
         ConfigError: there is no such directory or package.
     """
-    if location.startswith("package:"):
-        return _package_data(location)
+    if location.startswith(PACKAGE):
+        return package_data(location)
     path = config.path.parent / Path(location).expanduser()
     if path.exists():
         return path.resolve()
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", location):
         return None
     raise ConfigError(f"no such directory: {path}")
-
-
-def _package_data(location: str) -> Path:
-    name, _, inside = location.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None:
-        raise ConfigError(
-            f"{location!r}: no Python package {name!r} is installed",
-            hint="Install it, or name a directory.",
-        )
-    for folder in spec.submodule_search_locations or ():
-        path = Path(folder, inside)
-        if path.exists():
-            return path.resolve()
-    raise ConfigError(f"{location!r}: package {name!r} has no {inside!r}")
 
 
 def torch_dtype(name: str, where: str) -> torch.dtype:

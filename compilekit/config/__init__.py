@@ -2,7 +2,8 @@
 
 `load` reads ``compilekit.toml`` and refuses every unknown key with its line and the
 nearest right name. `records` is what comes out, `rules` what a file may hold, `read`
-goes through the tables, `problems` checks one value, `lines` knows where it stands.
+goes through the tables, `problems` checks one value, `lines` knows where it stands,
+`sources` where a package keeps a model.
 
 Standard library only: reading a configuration is instant.
 """
@@ -37,6 +38,7 @@ from compilekit.config.rules import (
     RANGES,
     ROUTES,
 )
+from compilekit.config.sources import PACKAGE, package_data
 
 __all__ = [
     "FORCED_OPTIONS",
@@ -47,6 +49,7 @@ __all__ = [
     "MODES",
     "ON_UNCOVERED",
     "OVER_LENGTH",
+    "PACKAGE",
     "PLACEHOLDER",
     "RANGES",
     "ROUTES",
@@ -69,4 +72,5 @@ __all__ = [
     "is_script",
     "key_lines",
     "load",
+    "package_data",
 ]

@@ -1,0 +1,32 @@
+"""Where a model's files are that a source or ``weights`` value names."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from compilekit.errors import ConfigError
+
+PACKAGE = "package:"
+
+
+def package_data(location: str) -> Path:
+    """The path behind ``package:NAME/DIR``: data that an installed package ships.
+
+    The package isn't imported.
+
+    Raises:
+        ConfigError: there is no such package, or nothing there in it.
+    """
+    name, _, inside = location.removeprefix(PACKAGE).partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None:
+        raise ConfigError(
+            f"{location!r}: no Python package {name!r} is installed",
+            hint="Install it, or name a directory.",
+        )
+    for folder in spec.submodule_search_locations or ():
+        path = Path(folder, inside)
+        if path.exists():
+            return path.resolve()
+    raise ConfigError(f"{location!r}: package {name!r} has no {inside!r}")
