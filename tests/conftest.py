@@ -37,7 +37,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Native:
     library = tmp_path_factory.mktemp("native") / "kernel.so"
     torch_folder = Path(torch.__file__).parent
     folders = [sysconfig.get_path("include"), torch_folder / "include"]
-    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", "-Wall", "-Werror"]
+    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC"]
     command += [f"-I{folder}" for folder in folders]
     link = [f"-L{torch_folder / 'lib'}", "-lc10"]
     subprocess.run([*command, "-o", library, NATIVE, *link], check=True)
