@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -88,7 +89,7 @@ def _named(
     cls: Any = OrderedDict if kind == "mapping" else import_class(node["class"])
     if kind == "mapping":
         return lambda o, v, s: cls((name, part(o, v, s)) for name, part in pairs)
-    if _is_model_output(cls):
+    if _is_model_output(cls, node["items"]):
         return _model_output(cls, [part for _, part in node["items"]], pairs)
     return lambda o, v, s: cls(**{name: part(o, v, s) for name, part in pairs})
 
@@ -96,12 +97,54 @@ def _named(
 _MODEL_OUTPUT = "transformers.utils.generic:ModelOutput"
 
 
-def _is_model_output(cls: type) -> bool:
-    """True for transformers' output classes that don't change how they are made."""
-    for base in cls.__mro__:
-        if f"{base.__module__}:{base.__qualname__}" == _MODEL_OUTPUT:
-            return cls.__dict__.get("__post_init__") is None
-    return False
+# What makes one of them, or writes its fields.
+_MAKERS = ("__new__", "__post_init__", "__setattr__", "__setitem__")
+
+
+def _is_model_output(cls: type, items: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
+    """True if making one comes to an attribute and a key for each field.
+
+    So it does for transformers' output classes, unless one of them, or of what they are
+    derived from, changes how it is made; and unless only its first field is there and
+    isn't a tensor: ModelOutput takes that for all fields in one.
+
+    Source: transformers 5.17 and 5.24, utils/generic.py, ModelOutput.__post_init__.
+    """
+    names = [class_name(base) for base in cls.__mro__]
+    if _MODEL_OUTPUT not in names or not items:
+        return False
+    above = cls.__mro__[: names.index(_MODEL_OUTPUT)]
+    if any(name in vars(base) for base in above for name in _MAKERS):
+        return False
+    (_, first), *others = items
+    return _makes_fields(cls, items) and (
+        first["kind"] in ("out", "tensor")
+        or (first["kind"] == "value" and first["value"] is None)
+        or any(node["kind"] not in ("value", "argument") for _, node in others)
+    )
+
+
+def _makes_fields(cls: Any, items: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
+    """Whether a class that is given its fields by name makes them as they are.
+
+    Fields may be renamed, or be properties, or an ``__init__`` may have been written.
+    """
+    # dataclass() leaves an __init__ alone that is there; one of its own has no file.
+    code = getattr(inspect.unwrap(cls.__init__), "__code__", None)
+    if code is None or code.co_filename != "<string>":
+        return False
+    nothing = {"kind": "value", "value": None}
+    given = {name: None if node == nothing else object() for name, node in items}
+    try:
+        made = cls(**given)
+    except (TypeError, ValueError, AttributeError, KeyError):
+        return False
+    present = {name: value for name, value in given.items() if value is not None}
+    return (
+        type(made) is cls
+        and list(vars(made).items()) == list(given.items())
+        and list(made.items()) == list(present.items())
+    )
 
 
 def _model_output(
@@ -153,7 +196,7 @@ def model_output_fields(tree: Mapping[str, Any]) -> ModelOutputFields | None:
     if "class" not in tree:
         return None
     cls = import_class(tree["class"])
-    if not _is_model_output(cls):
+    if not _is_model_output(cls, tree["items"]):
         return None
     if any(part["kind"] not in ("out", "value") for _, part in tree["items"]):
         return None
