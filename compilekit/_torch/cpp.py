@@ -65,7 +65,7 @@ def kernel_flags(simd_width: int, march: str) -> CppFlags:
     include_dirs = tuple(options.get_include_dirs())
     flags += [f"-I{folder}" for folder in include_dirs]
     link = [f"-L{folder}" for folder in options.get_libraries_dirs()]
-    # c10 is for runtime/calls.cpp; what a kernel doesn't need isn't linked to it.
+    # c10 is for runtime/calls.cpp; compiler/kernels.py links with --as-needed.
     link += [f"-l{name}" for name in (*options.get_libraries(), "c10")]
     link += [f"-{flag}" for flag in options.get_ldflags()]
     return CppFlags(tuple(flags), tuple(link), include_dirs)
