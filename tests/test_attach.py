@@ -473,6 +473,7 @@ def test_a_class_of_the_output_that_is_gone(
     ("name", "edit", "place"),
     [
         ("entry.json", {"tensors": []}, "tensors: expected object, found []"),
+        ("entry.json", {"compare": {"digest": "0"}}, "found 'compare'"),
         ("program.json", {"inputs": 1}, "inputs: expected array, found 1"),
         ("program.json", {"kernels": {"k": 1}}, "kernels.k: expected object, found 1"),
         ("program.json", {"result": {"kind": "pickle"}}, 'expected one of "out"'),

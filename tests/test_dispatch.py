@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import inspect
 import io
 import pickle
@@ -230,7 +231,7 @@ def test_calls_of_another_version_are_not_used(
     attached: Attached, make_zoo: MakeZoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An artifact whose C++ reads other tables than ours works without it."""
-    monkeypatch.setattr(programs, "_TABLES", 2)
+    monkeypatch.setattr(programs, "_TABLES", 0)
     monkeypatch.setattr(programs, "_natives", {})
     model = attached("rows")
     assert model.__dict__["rows"].native is None
@@ -705,6 +706,16 @@ MISFITS: dict[str, tuple[Callable[[Zoo], object], str]] = {
         lambda m: nn.utils.weight_norm(m.steps[0].linear),
         "hooks of steps.0.linear",
     ),
+    "all attributes": (
+        lambda m: setattr(m.settings, "__dict__", {"bias": 0.5}),
+        "settings.bias",
+    ),
+    "all attributes of a submodule": (
+        lambda m: setattr(
+            m.steps[0], "__dict__", {**vars(m.steps[0]), "training": True}
+        ),
+        "mode of steps.0",
+    ),
 }
 
 
@@ -732,6 +743,47 @@ def test_a_change_that_does_not_fit_is_refused(attached: Attached, name: str) ->
             model(ids())
         assert message in caught.value.message
         assert caught.value.exit_code == 6
+
+
+def test_a_patched_class_is_noticed(
+    attached: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method written into a class, after it was compiled into programs."""
+    model = attached("forward")
+    expected = model(ids())
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime_models.Step, "forward", OtherStep.forward)
+        with pytest.raises(MismatchError, match="changed after attach") as caught:
+            model(ids())
+        assert "function runtime_models:Step.forward" in caught.value.message
+    torch.testing.assert_close(model(ids()), expected)
+
+
+def test_calls_leave_nothing_to_compare(attached: Attached) -> None:
+    """Whatever a call looks up, or a library imports: the model is as it was."""
+    model = attached("forward")
+    receipt = model.__dict__["forward"].on_rebind.__self__
+    for _ in range(3):
+        model(ids())
+        importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+        runtime_models.Zoo()
+    assert receipt.rebinds == 0
+
+
+def test_tangents_are_refused(attached: Attached) -> None:
+    """Forward-mode AD follows a call also with gradients off; a program doesn't."""
+    model, x = attached("held"), torch.randn(4, 8)
+    expected = model.held(x)
+    ad = torch.autograd.forward_ad
+    with ad.dual_level():
+        torch.testing.assert_close(model.held(x), expected)
+        dual = ad.make_dual(x, torch.ones_like(x))
+        error = refused(lambda: model.held(dual))
+        assert "input x carries a tangent" in error.message
+        model.plain = ad.make_dual(model.plain.clone(), torch.ones(8))
+        error = refused(lambda: model.held(x))
+        assert "parameters carry tangents" in error.message
+    torch.testing.assert_close(model.held(x), expected)
 
 
 def test_putting_it_back_is_enough(attached: Attached, make_zoo: MakeZoo) -> None:

@@ -15,6 +15,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 T = TypeVar("T")
 
@@ -201,6 +202,24 @@ def is_tracing() -> bool:
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 _RECORDING = torch._C._TorchDispatchModeKey.__members__.values()
+
+
+# Where torch keeps forward-mode AD's level, its name there, and what it is while none
+# is open. A dual tensor has the class, keys and flags of any other.
+# Source: torch/autograd/forward_ad.py, enter_dual_level (2.11, 2.12, 2.13).
+DUAL_LEVEL: tuple[dict[str, Any], str, int] = (vars(forward_ad), "_current_level", -1)
+
+
+def in_dual_level() -> bool:
+    """True while some thread is inside ``torch.autograd.forward_ad.dual_level``."""
+    levels, name, none = DUAL_LEVEL
+    return bool(levels[name] != none)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """True if forward-mode AD follows a tensor; only inside a dual level."""
+    unpack: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
+    return unpack(tensor).tangent is not None
 
 
 def in_plain_thread(function: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compilekit import paths
-from compilekit._torch.runtime import is_plain
+from compilekit._torch.runtime import has_tangent, in_dual_level, is_plain
 from compilekit.artifact.program import Entry, InputRule, TensorSpec
 from compilekit.errors import CallRefusedError
 from compilekit.runtime.model import SCALARS, tensor_spec
@@ -180,7 +180,7 @@ class Arguments:
         """
         found: list[int | None] = [None] * len(self.axes)
         tensors: list[torch.Tensor | None] = []
-        gradients = torch.is_grad_enabled()
+        gradients, dual = torch.is_grad_enabled(), in_dual_level()
         for argument in self.tensors:
             tensor = values.get(argument.name)
             if argument.below:
@@ -227,6 +227,14 @@ class Arguments:
                     f"{self.entry}: input {argument.path} requires gradients, and a"
                     " program computes none",
                     hint="Call it under torch.inference_mode() or torch.no_grad().",
+                    argument=argument.path,
+                )
+            if dual and has_tangent(tensor):
+                raise CallRefusedError(
+                    f"{self.entry}: input {argument.path} carries a tangent of"
+                    " forward-mode AD, and a program computes none",
+                    hint="Call it outside torch.autograd.forward_ad.dual_level(), or"
+                    " with the primal (unpack_dual).",
                     argument=argument.path,
                 )
             tensors.append(tensor)

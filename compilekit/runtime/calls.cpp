@@ -58,6 +58,7 @@ struct Head {
     Word watched;              // a table for `differs`
     Word deterministic;        // torch's function that tells whether it is on
     Word is_deterministic;     // what it must tell
+    Word dual, level, no_level;  // forward-mode AD: a dict, its level's name, none open
     Word included[2];          // the thread's dispatch keys, outside and inside
     Word excluded[2];          // inference mode
     Word tensor_class;
@@ -92,6 +93,17 @@ bool is_plain_thread(const Head& head) {
     return false;
 }
 
+// Whether no look-up among a call's names can run code of its own, which might free what
+// `find_tensors` holds: a name of a class derived from str may compare as it likes.
+bool are_plain_names(PyObject* kwargs) {
+    Py_ssize_t place = 0;
+    PyObject* name = nullptr;
+    while (PyDict_Next(kwargs, &place, &name, nullptr)) {
+        if (!PyUnicode_CheckExact(name)) return false;
+    }
+    return true;
+}
+
 // An argument by position or name; null without an error if the call has none.
 PyObject* given(PyObject* args, PyObject* kwargs, Word name, Word position) {
     if (position >= 0 && position < PyTuple_GET_SIZE(args)) {
@@ -107,6 +119,7 @@ bool find_tensors(const Head& head, const Word* names, PyObject* args, PyObject*
     const bool all = passed == head.arguments + head.fixed;
     if (PyTuple_GET_SIZE(args) > head.positional) return false;
     if (passed != head.arguments && !all) return false;
+    if (!are_plain_names(kwargs)) return false;
     for (Word i = 0; i < head.arguments; ++i, names += 2) {
         PyObject* value = given(args, kwargs, names[0], names[1]);
         if (value == nullptr || class_of(value) != head.tensor_class) return false;
@@ -161,6 +174,12 @@ PyObject* model_output(const Bucket& bucket, const Word* fields, PyObject* outpu
     PyObject* result = empty == nullptr ? nullptr : type->tp_new(type, empty, nullptr);
     Py_XDECREF(empty);
     if (result == nullptr) return nullptr;
+    if (!PyObject_TypeCheck(result, type)) {
+        PyErr_Format(PyExc_TypeError, "%s.__new__ made a %s", type->tp_name,
+                     Py_TYPE(result)->tp_name);
+        Py_DECREF(result);
+        return nullptr;
+    }
     PyObject* attributes = PyObject_GenericGetDict(result, nullptr);
     bool made = attributes != nullptr;
     for (Word i = 0; i < bucket.fields && made; ++i, fields += 3) {
@@ -235,6 +254,10 @@ PyObject* call(PyObject*, PyObject* const* given_to, Py_ssize_t count) {
     }
     if (bucket == nullptr) return Py_NewRef(missed);
 
+    if (PyDict_GetItemWithError(object(head.dual), object(head.level)) !=
+        object(head.no_level)) {
+        return PyErr_Occurred() ? nullptr : Py_NewRef(missed);
+    }
     PyObject* deterministic = PyObject_CallNoArgs(object(head.deterministic));
     if (deterministic == nullptr) return nullptr;
     Py_DECREF(deterministic);
@@ -248,7 +271,7 @@ PyObject* call(PyObject*, PyObject* const* given_to, Py_ssize_t count) {
     Py_DECREF(inputs);
     if (outputs == nullptr) return nullptr;
     PyObject* result =
-        bucket->result_class != 0
+        bucket->result_class != 0 && PyTuple_Check(outputs)
             ? model_output(*bucket, words + bucket->inputs, outputs)
             : built(*bucket, positional, args, kwargs, outputs);
     Py_DECREF(outputs);
@@ -262,14 +285,15 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", nullptr, -1, methods};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kernel", nullptr, -1, methods,
+                          nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_kernel() {
     PyObject* module = PyModule_Create(&definition);
     // How tables are written; runtime/program.py uses only what reads its own.
-    if (module != nullptr && PyModule_AddIntConstant(module, "tables", 1) != 0) {
+    if (module != nullptr && PyModule_AddIntConstant(module, "tables", 2) != 0) {
         Py_CLEAR(module);
     }
     return module;

@@ -24,6 +24,8 @@ import torch
 from torch import is_grad_enabled
 
 from compilekit._torch.runtime import (
+    has_tangent,
+    in_dual_level,
     is_deterministic,
     is_tracing,
     same_layout,
@@ -383,7 +385,7 @@ class Dispatcher(AttachedMethod):
     def _refuse_modes(self) -> None:
         """Refuse a call inside autocast, a trace or a fake mode.
 
-        No call there is an exact one (`ExactCalls`), so these aren't asked.
+        No call there is an exact one (exact.py), so those aren't asked.
         """
         autocast = torch.is_autocast_enabled(self.device.type)
         if autocast != self.entry.ambient["autocast"]:
@@ -416,6 +418,12 @@ class Dispatcher(AttachedMethod):
                 " them; a program computes no gradients",
                 hint="Call it under torch.inference_mode() or torch.no_grad(), or"
                 " call model.requires_grad_(False) once.",
+            )
+        if in_dual_level() and any(map(has_tangent, watch.tensors)):
+            raise CallRefusedError(
+                f"{self.entry.name} is called inside forward-mode AD, and parameters"
+                " carry tangents; a program computes none",
+                hint="Call it outside torch.autograd.forward_ad.dual_level().",
             )
         return watch
 

@@ -27,7 +27,9 @@ from compilekit._torch.layout import (
     tensor_layout,
 )
 from compilekit._torch.runtime import (
+    DUAL_LEVEL,
     count_modes,
+    in_dual_level,
     is_deterministic,
     tensor_guard,
     thread_keys,
@@ -112,6 +114,7 @@ def native_call(
         "q",
         [
             *(watch.words.address, address(is_deterministic), address(deterministic)),
+            *map(address, DUAL_LEVEL),
             *(outside[0], inside[0], outside[1], inside[1]),
             *(address(torch.Tensor), layout.implementation * WORD_BYTES),
             *(layout.kind * WORD_BYTES, KIND_BITS, layout.keys * WORD_BYTES),
@@ -194,7 +197,7 @@ class ExactCalls:
     ) -> tuple[dict[str, Any], Sequence[torch.Tensor], tuple[int, ...]] | None:
         """The call's arguments by name, its tensors and sizes; None if it isn't one."""
         # Autocast and a trace are among what a guard holds a tensor to, modes aren't.
-        if not self._buckets or count_modes():
+        if not self._buckets or count_modes() or in_dual_level():
             return None
         if args:
             if kwargs or len(args) > len(self._positional):

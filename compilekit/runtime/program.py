@@ -43,7 +43,7 @@ class Native(NamedTuple):
 
 
 # How runtime/words.py and exact.py write tables; calls.cpp says what it reads.
-_TABLES = 1
+_TABLES = 2
 _CPU = torch.device("cpu")
 
 # By digest, constants by device too: programs, buckets and artifacts share them. An
