@@ -29,6 +29,19 @@ class Settings:
 
     def __init__(self) -> None:
         self.scale = 2.0
+        self.inner = Inner()
+
+
+class Inner:
+    """One below it."""
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+        self.kinds = {"a": 1}
+
+
+def helper() -> None:
+    """A function that was traced."""
 
 
 class Net(nn.Module):
@@ -45,7 +58,14 @@ class Net(nn.Module):
 
 
 TENSORS = ("layers.0.weight", "layers.0.bias", "shift", "plain", "listed[0]")
-READS = (Read("settings.scale", "value", 2.0), Read('options["a"]', "value", 1))
+READS = (
+    Read("settings.scale", "value", 2.0),
+    Read("settings.inner.scale", "value", 2.0),
+    Read("settings.inner.kinds", "keys", ["a"]),
+    Read('options["a"]', "value", 1),
+    Read(f"module:{__name__}:SHARED.scale", "value", 2.0),
+)
+SHARED = Inner()
 
 
 def entry(model: nn.Module, method: str = "forward") -> Entry:
@@ -64,14 +84,14 @@ def entry(model: nn.Module, method: str = "forward") -> Entry:
         tensors=tensors,
         aliases=(),
         reads=READS,
-        code={},
+        code={f"{__name__}:helper": "", f"{__name__}:Other.forward": ""},
         ambient=ambient(),
     )
 
 
 def watched(changed: Changed, method: str = "forward") -> tuple[Net, Watch]:
     """A model in eval mode, and its watch."""
-    model = Net().eval()
+    model: Net = type("Own", (Net,), {})().eval()
     watch = Watch(ModelView(model), entry(model, method), changed)
     assert watch.complete
     assert not watch.changed()
@@ -112,6 +132,21 @@ NOTICED: dict[str, Callable[[Net], object]] = {
     "pre-hook": lambda m: m.layers[1].register_forward_pre_hook(lambda *_: None),
     "object": lambda m: setattr(m.settings, "scale", 3.0),
     "dict": lambda m: m.options.update(a=2),
+    "object below": lambda m: setattr(m.settings.inner, "scale", 3.0),
+    "another object below": lambda m: setattr(m.settings, "inner", Inner()),
+    "a key more": lambda m: m.settings.inner.kinds.update(b=1),
+    "all attributes": lambda m: setattr(m, "__dict__", {**vars(m)}),
+    "all of a submodule's": lambda m: setattr(
+        m.layers[1], "__dict__", {**vars(m.layers[1]), "p": 0.1}
+    ),
+    "all of an object's": lambda m: setattr(m.settings, "__dict__", {"scale": 3.0}),
+    "the class of an object": lambda m: setattr(m.settings, "__class__", Inner),
+    "a method of the class": lambda m: setattr(type(m), "forward", helper),
+    "a method of a base": lambda m: setattr(Net, "more", helper),
+    "a method of a submodule's class": lambda m: setattr(nn.Dropout, "more", helper),
+    "a method of another class": lambda m: setattr(Other, "more", helper),
+    "a global": lambda m: globals().update(MORE=object()),
+    "what a global holds": lambda m: setattr(SHARED, "more", object()),
 }
 
 
@@ -125,6 +160,9 @@ def test_a_change_is_noticed(name: str, inference: bool, changed: Changed) -> No
     NOTICED[name](model)
     with torch.inference_mode(inference):
         assert watch.changed()
+    for cls in (Net, nn.Dropout, Other):
+        if "more" in vars(cls):
+            delattr(cls, "more")
 
 
 QUIET: dict[str, Callable[[Net], object]] = {

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from compilekit._torch.runtime import (
 from compilekit.artifact.program import Entry
 from compilekit.runtime.model import ModelView
 from compilekit.runtime.overlap import storages
-from compilekit.runtime.words import Words, class_address, version_address
+from compilekit.runtime.words import (
+    Words,
+    attributes_address,
+    class_address,
+    class_version_address,
+    version_address,
+)
 
 
 class Watch:
@@ -29,7 +36,8 @@ class Watch:
 
     Looks at the identity of every parameter, buffer and submodule, at every attribute
     of every module (training flags and replaced methods among them) and of every
-    object whose attributes the graphs read, at the classes of modules, at forward hooks
+    object that the graphs read something of, at classes and what is written into them,
+    at the global names of Python modules whose functions were traced, at forward hooks
     and at the metadata of every tensor that a program reads. Values of tensors may
     change, except those that were folded into a program, and so may what lies in lists.
 
@@ -50,12 +58,26 @@ class Watch:
         self, view: ModelView, entry: Entry, changed: Callable[[int], bool] | None
     ) -> None:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
-        self._dicts = tuple(_watched_dicts(view, self._modules, entry))
+        self._owners = (*self._modules, *_owners(view, entry))
+        self._dicts = tuple(_watched_dicts(self._owners, self._modules, entry))
+        self._classes = tuple(_watched_classes(self._modules, entry))
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
         self.complete = all(map(_is_dense, self.tensors))
         layout = tensor_layout() if changed is not None else None
+        held = [each for each in self._owners if _has_attributes(each)]
+        pointers = [attributes_address(each) for each in held]
         levels: list[list[int]] = [
-            [*map(version_address, self._dicts), *map(class_address, self._modules)]
+            [
+                *map(version_address, self._dicts),
+                *map(class_version_address, self._classes),
+                *map(class_address, self._owners),
+                *[address for address in pointers if address is not None],
+            ]
+        ]
+        self._attributes = [
+            (each, vars(each))
+            for each, address in zip(held, pointers, strict=True)
+            if address is None
         ]
         self._guards: dict[bool, Callable[..., bool]] = {}
         if layout is None:
@@ -78,13 +100,15 @@ class Watch:
             and not tensor.is_inference()
         ]
         self._writes = write_counts(self._frozen)
-        held = {id(value) for each in self._dicts for value in each.values()}
+        within = {id(value) for each in self._dicts for value in each.values()}
         self._unheld = tuple(
             (tensor, view.model, paths.parse(path))
             for path, tensor in zip(entry.tensors, self.tensors, strict=True)
-            if id(tensor) not in held
+            if id(tensor) not in within
         )
-        self.all_words = not (self._guards or self._unheld or self._frozen)
+        self.all_words = not (
+            self._guards or self._unheld or self._frozen or self._attributes
+        )
         self._storages: frozenset[int] | None = None
         self._inputs: dict[str, list[Any]] = {}
 
@@ -119,6 +143,7 @@ class Watch:
         return (
             (bool(self._guards) and not self._guards[_inference()](*self.tensors))
             or any(_moved(*item) for item in self._unheld)
+            or any(vars(each) is not before for each, before in self._attributes)
             or write_counts(self._frozen) != self._writes
         )
 
@@ -151,39 +176,81 @@ def _moved(
         return True
 
 
+def _owners(view: ModelView, entry: Entry) -> Iterator[Any]:
+    """What values that the graphs read, and traced functions, are found in, each once.
+
+    Dicts, objects with a dict of their own, Python modules; the model's own modules
+    aside, and whatever lies in lists.
+    """
+    seen = {id(module) for module in view.modules.values()}
+    places = [_split(read.path) for read in entry.reads]
+    places += [(name.partition(":")[0], ()) for name in entry.code]
+    for module, steps in places:
+        value: Any = sys.modules.get(module) if module else view.model
+        for step in (None, *steps):
+            value = value if step is None else _below(value, step)
+            if id(value) not in seen and (_has_attributes(value) or _is_dict(value)):
+                seen.add(id(value))
+                yield value
+
+
+def _split(path: str) -> tuple[str, tuple[paths.Step, ...]]:
+    """A read's Python module, empty for the model, and the steps below it."""
+    if not path.startswith("module:"):
+        return "", paths.parse(path)
+    _, module, below = path.split(":", 2)
+    return module, paths.parse(below)
+
+
+def _below(value: Any, step: paths.Step) -> Any:
+    try:
+        return paths.follow(value, (step,))
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
+
+
 def _watched_dicts(
-    view: ModelView, modules: Sequence[torch.nn.Module], entry: Entry
+    owners: Sequence[Any], modules: Sequence[torch.nn.Module], entry: Entry
 ) -> Iterator[dict[Any, Any]]:
     """The dicts that hold what a program depends on, each once.
 
     Those of hooks are empty when a model fits; the root's own run around a program.
     """
     seen: set[int] = set()
-    owners: list[dict[Any, Any]] = [vars(module) for module in modules]
+    found = [each for each in owners if _is_dict(each)]
+    found += [vars(each) for each in owners if _has_attributes(each)]
     # An empty registry holds nothing a program reads; filling one changes no forward.
-    owners += [each for module in modules for each in registries(module) if each]
-    owners += global_forward_hooks()
+    found += [each for module in modules for each in registries(module) if each]
+    found += global_forward_hooks()
     hooked = modules[1:] if entry.method == "forward" else modules
-    owners += [each for module in hooked for each in forward_hooks(module)]
-    for read in entry.reads:
-        if read.path.startswith("module:"):
-            continue
-        parent, _, name = read.path.rpartition(".")
-        if parent in view.modules and "[" not in name:
-            continue
-        steps = paths.parse(read.path)[:-1]
-        owners += _attributes(view.get(paths.render(steps)))
-    for owner in owners:
-        if id(owner) not in seen:
-            seen.add(id(owner))
-            yield owner
+    found += [each for module in hooked for each in forward_hooks(module)]
+    for each in found:
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
 
 
-def _attributes(owner: Any) -> list[dict[Any, Any]]:
-    """The dict behind an object (a model's configuration, say) if it has one."""
-    if type(owner) is dict:
-        return [owner]
-    if isinstance(owner, (type, FunctionType, MethodType, ModuleType)):
-        return []
-    found = getattr(owner, "__dict__", None)
-    return [found] if type(found) is dict else []
+def _watched_classes(
+    modules: Sequence[torch.nn.Module], entry: Entry
+) -> Iterator[type]:
+    """Classes of modules, and those that traced functions are methods of."""
+    found = dict.fromkeys(map(type, modules))
+    for name in entry.code:
+        module, _, qualname = name.partition(":")
+        value: Any = sys.modules.get(module)
+        for part in qualname.split(".")[:-1]:
+            value = getattr(value, part, None)
+            if isinstance(value, type):
+                found[value] = None
+    yield from found
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether an object (a model's configuration, say) has a dict of its own."""
+    if isinstance(value, (type, FunctionType, MethodType)):
+        return False
+    return type(getattr(value, "__dict__", None)) is dict
