@@ -64,8 +64,8 @@ class Watch:
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
         self.complete = all(map(_is_dense, self.tensors))
         layout = tensor_layout() if changed is not None else None
-        held = [each for each in self._owners if _has_attributes(each)]
-        pointers = [attributes_address(each) for each in held]
+        owners = [each for each in self._owners if _has_attributes(each)]
+        pointers = [attributes_address(each) for each in owners]
         levels: list[list[int]] = [
             [
                 *map(version_address, self._dicts),
@@ -76,7 +76,7 @@ class Watch:
         ]
         self._attributes = [
             (each, vars(each))
-            for each, address in zip(held, pointers, strict=True)
+            for each, address in zip(owners, pointers, strict=True)
             if address is None
         ]
         self._guards: dict[bool, Callable[..., bool]] = {}
@@ -100,7 +100,9 @@ class Watch:
             and not tensor.is_inference()
         ]
         self._writes = write_counts(self._frozen)
-        within = {id(value) for each in self._dicts for value in each.values()}
+        within: set[int] = set()
+        for each in self._dicts:
+            within.update(map(id, each.values()))
         self._unheld = tuple(
             (tensor, view.model, paths.parse(path))
             for path, tensor in zip(entry.tensors, self.tensors, strict=True)
@@ -183,7 +185,14 @@ def _owners(view: ModelView, entry: Entry) -> Iterator[Any]:
     aside, and whatever lies in lists.
     """
     seen = {id(module) for module in view.modules.values()}
-    places = [_split(read.path) for read in entry.reads]
+    # A module, or a scalar in one: most are.
+    reads = [
+        read.path
+        for read in entry.reads
+        if read.path not in view.modules
+        and not (read.kind in _SCALARS and _owner(read.path) in view.modules)
+    ]
+    places = [_split(path) for path in reads]
     places += [(name.partition(":")[0], ()) for name in entry.code]
     for module, steps in places:
         value: Any = sys.modules.get(module) if module else view.model
@@ -192,6 +201,16 @@ def _owners(view: ModelView, entry: Entry) -> Iterator[Any]:
             if id(value) not in seen and (_has_attributes(value) or _is_dict(value)):
                 seen.add(id(value))
                 yield value
+
+
+# Kinds of reads of what has no attributes of its own.
+_SCALARS = ("value", "repr", "absent")
+
+
+def _owner(path: str) -> str:
+    """What a name at the end of a path is an attribute of; no path if it is none."""
+    owner, _, name = path.rpartition(".")
+    return owner if "[" not in name else path
 
 
 def _split(path: str) -> tuple[str, tuple[paths.Step, ...]]:
