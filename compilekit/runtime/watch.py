@@ -28,6 +28,7 @@ from compilekit.runtime.words import (
     class_address,
     class_version_address,
     version_address,
+    word_at,
 )
 
 
@@ -61,6 +62,7 @@ class Watch:
         self._owners = (*self._modules, *_owners(view, entry))
         self._dicts = tuple(_watched_dicts(self._owners, self._modules, entry))
         self._classes = tuple(_watched_classes(self._modules, entry))
+        self._globals = _globals(entry)
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
         self.complete = all(map(_is_dense, self.tensors))
         layout = tensor_layout() if changed is not None else None
@@ -139,7 +141,23 @@ class Watch:
 
     def changed(self) -> bool:
         """True if anything moved since."""
-        return self.words.changed() or (not self.all_words and self._more_changed())
+        return (self.words.changed() and not self._only_other_globals()) or (
+            not self.all_words and self._more_changed()
+        )
+
+    def _only_other_globals(self) -> bool:
+        """Whether nothing moved but global names that no program depends on.
+
+        A counter of requests in the file of a model's class, say. They are accepted.
+        """
+        for values, names in self._globals:
+            address = version_address(values)
+            # Read first: a change from here on gives another one.
+            version = word_at(address)
+            if any(values.get(name) is not value for name, value in names):
+                return False
+            self.words.accept(address, version)
+        return not self.words.changed()
 
     def _more_changed(self) -> bool:
         return (
@@ -211,6 +229,26 @@ def _owner(path: str) -> str:
     """What a name at the end of a path is an attribute of; no path if it is none."""
     owner, _, name = path.rpartition(".")
     return owner if "[" not in name else path
+
+
+def _globals(
+    entry: Entry,
+) -> tuple[tuple[dict[str, Any], tuple[tuple[str, Any], ...]], ...]:
+    """The globals of Python modules, and what programs depend on of each."""
+    names: dict[str, dict[str, None]] = {}
+    for read in entry.reads:
+        if read.path.startswith("module:"):
+            module, steps = _split(read.path)
+            names.setdefault(module, {})[str(steps[0])] = None
+    for name in entry.code:
+        module, _, qualname = name.partition(":")
+        names.setdefault(module, {})[qualname.partition(".")[0]] = None
+    found = []
+    for module, wanted in names.items():
+        if _has_attributes(sys.modules.get(module)):
+            values = vars(sys.modules[module])
+            found.append((values, tuple((name, values.get(name)) for name in wanted)))
+    return tuple(found)
 
 
 def _split(path: str) -> tuple[str, tuple[paths.Step, ...]]:

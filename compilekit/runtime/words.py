@@ -13,6 +13,7 @@ does it, whose own code is a dozen microseconds away from a cold cache.
 from __future__ import annotations
 
 import array
+import bisect
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
@@ -65,12 +66,13 @@ def attributes_address(value: object) -> int | None:
     attributes, offset = id(vars(value)), type(value).__dictoffset__
     places = [id(value) - 3 * WORD_BYTES, id(value) + offset]
     address = places[offset > 0]
-    if address % WORD_BYTES or _word(address) != attributes:
+    if address % WORD_BYTES or word_at(address) != attributes:
         return None
     return address
 
 
-def _word(address: int) -> int:
+def word_at(address: int) -> int:
+    """What lies in memory there."""
     return ctypes.c_int64.from_address(address).value
 
 
@@ -91,24 +93,35 @@ class Words:
         self, levels: Sequence[Sequence[int]], changed: Callable[[int], bool] | None
     ) -> None:
         found = [sorted(addresses) for addresses in levels if addresses]
+        self._first = found[0]
         self.address = 0
         if changed is None:
             (addresses,) = found
-            self.changed = _gathered(addresses)
+            self.changed, self._known = _gathered(addresses)
             return
         # No operator of torch: inside torch.func it would make tensors of another kind.
         table = array.array("q", [len(found)])
         for addresses in found:
             table.append(len(addresses))
             table.extend(addresses)
-            table.extend(map(_word, addresses))
+            table.extend(map(word_at, addresses))
         self._table = table
         self.address = table.buffer_info()[0]
+        self._known = self.address + WORD_BYTES * (2 + len(self._first))
         self.changed = functools.partial(changed, self.address)
 
+    def accept(self, address: int, word: int) -> None:
+        """From now on, a word of the first level is expected to be another one."""
+        place = bisect.bisect_left(self._first, address)
+        ctypes.c_int64.from_address(self._known + WORD_BYTES * place).value = word
 
-def _gathered(addresses: Sequence[int]) -> Callable[[], bool]:
-    """Whether words are no more what they are now, by torch's operators."""
+
+def _gathered(addresses: Sequence[int]) -> tuple[Callable[[], bool], int]:
+    """Whether words are no more what they are now, by torch's operators.
+
+    Returns:
+        The check, and where it keeps the words that it expects.
+    """
     first, last = addresses[0], addresses[-1]
     # A tensor over all memory between them, of which only these words are read.
     span = ctypes.c_int64 * ((last - first) // WORD_BYTES + 1)
@@ -117,4 +130,8 @@ def _gathered(addresses: Sequence[int]) -> Callable[[], bool]:
         [(address - first) // WORD_BYTES for address in addresses], device="cpu"
     )
     before = torch.take(memory, places)
-    return lambda: not torch.equal(torch.take(memory, places), before)
+
+    def changed() -> bool:
+        return not torch.equal(torch.take(memory, places), before)
+
+    return changed, before.data_ptr()
