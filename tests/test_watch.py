@@ -63,6 +63,7 @@ READS = (
     Read("settings.inner.scale", "value", 2.0),
     Read("settings.inner.kinds", "keys", ["a"]),
     Read('options["a"]', "value", 1),
+    Read("layers.1.extra", "absent", None),
     Read(f"module:{__name__}:SHARED.scale", "value", 2.0),
 )
 SHARED = Inner()
@@ -124,6 +125,7 @@ NOTICED: dict[str, Callable[[Net], object]] = {
     ),
     "transposed in place": lambda m: torch.no_grad()(m.layers[0].weight.t_)(),
     "attribute": lambda m: setattr(m.layers[1], "p", 0.1),
+    "what wasn't there": lambda m: m.layers[1].register_buffer("extra", None),
     "new attribute": lambda m: setattr(m.layers[1], "q", 0.1),
     "mode": lambda m: m.layers[1].train(),
     "forward": lambda m: setattr(m.layers[1], "forward", lambda x: x),

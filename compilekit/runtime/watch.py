@@ -60,7 +60,7 @@ class Watch:
     ) -> None:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
         self._owners = (*self._modules, *_owners(view, entry))
-        self._dicts = tuple(_watched_dicts(self._owners, self._modules, entry))
+        self._dicts = tuple(_watched_dicts(self._owners, view, entry))
         self._classes = tuple(_watched_classes(self._modules, entry))
         self._globals = _globals(entry)
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
@@ -267,7 +267,7 @@ def _below(value: Any, step: paths.Step) -> Any:
 
 
 def _watched_dicts(
-    owners: Sequence[Any], modules: Sequence[torch.nn.Module], entry: Entry
+    owners: Sequence[Any], view: ModelView, entry: Entry
 ) -> Iterator[dict[Any, Any]]:
     """The dicts that hold what a program depends on, each once.
 
@@ -276,8 +276,13 @@ def _watched_dicts(
     seen: set[int] = set()
     found = [each for each in owners if _is_dict(each)]
     found += [vars(each) for each in owners if _has_attributes(each)]
-    # An empty registry holds nothing a program reads; filling one changes no forward.
+    modules = list(dict.fromkeys(view.modules.values()))
+    # An empty registry holds nothing that a program reads. Filling one changes a
+    # forward that asked whether there is something.
+    asking = {_owner(read.path) for read in entry.reads if read.kind == "absent"}
+    asking &= view.modules.keys()
     found += [each for module in modules for each in registries(module) if each]
+    found += [each for path in asking for each in registries(view.modules[path])]
     found += global_forward_hooks()
     hooked = modules[1:] if entry.method == "forward" else modules
     found += [each for module in hooked for each in forward_hooks(module)]
