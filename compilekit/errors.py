@@ -30,6 +30,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+# What code that isn't ours raises when it's wrong: a factory, a transformers class.
+FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
 
 class CompilekitError(Exception):
     """Base of the tree.

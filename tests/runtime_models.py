@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -33,6 +34,32 @@ class Settings:
         self.bias = 0.25
 
 
+class Mode(enum.Enum):
+    """What a model may be set to."""
+
+    FAST = "fast"
+    SLOW = "slow"
+
+
+class Slotted:
+    """A configuration object without a dict."""
+
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        self.gain = 2.0
+
+
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """A function that a model holds."""
+    return x / 2
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Another one."""
+    return x * 2
+
+
 class Step(nn.Module):
     """One layer; its default argument is part of the graph."""
 
@@ -47,6 +74,8 @@ class Step(nn.Module):
 class Zoo(nn.Module):
     """Methods that are built as entries, by tests/runtime_zoo.toml."""
 
+    factor = 2.0
+
     def __init__(self, steps: int = 2) -> None:
         super().__init__()
         self.settings = Settings()
@@ -59,6 +88,13 @@ class Zoo(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.plain = torch.full((8,), 0.5)
         self.listed = [torch.full((8,), 0.125)]
+        self.mode = Mode.FAST
+        self.kind = torch.float64
+        self.tags = frozenset({"a", "b"})
+        self.key = b"k"
+        self.act = torch.tanh
+        self.second = halved
+        self.slotted = Slotted()
 
     def forward(
         self,
@@ -118,6 +154,21 @@ class Zoo(nn.Module):
             pair=Pair(hidden.sum(-1), None),
             state=State(hidden + 1, [*state.history, hidden], state.scale),
         )
+
+    def kinds(self, x: torch.Tensor) -> torch.Tensor:
+        """Values of many kinds, on the instance and in its class."""
+        if self.mode is Mode.FAST:
+            x = x * 2
+        if self.key == b"k":
+            x = x + 1
+        if "a" in self.tags:
+            x = x + 1
+        x = self.helper(self.second(self.act(x)))
+        return (x * self.factor * self.slotted.gain).to(self.kind)
+
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        """A method that isn't an entry."""
+        return x + 1
 
     def waves(self, z: torch.Tensor) -> torch.Tensor:
         """A complex argument, which may be lazily conjugated."""

@@ -56,6 +56,7 @@ ENTRIES = [
     "counted",
     "forward",
     "held",
+    "kinds",
     "rows",
     "spread",
     "tables",
@@ -104,9 +105,9 @@ def test_every_entry_is_attached(zoo_artifact: Path, make_zoo: MakeZoo) -> None:
     routes = [(r.entry, r.bucket, r.route) for r in receipt.routes]
     assert ("forward", "s8_b4", "program") in routes
     assert ("forward", "s16_b4", "program") in routes
-    assert len(routes) == 11
+    assert len(routes) == 12
     assert receipt.serialised == ("counted",)
-    assert "11 buckets by program, 0 compiles" in repr(receipt)
+    assert "12 buckets by program, 0 compiles" in repr(receipt)
     receipt.detach()
     assert not [n for n in vars(model) if n in ENTRIES]
 

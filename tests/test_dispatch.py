@@ -745,6 +745,92 @@ def test_a_change_that_does_not_fit_is_refused(attached: Attached, name: str) ->
         assert caught.value.exit_code == 6
 
 
+KINDS: dict[str, tuple[Callable[[Zoo], object], str]] = {
+    "a class's attribute": (lambda m: setattr(m, "factor", 3.0), "factor"),
+    "enum": (lambda m: setattr(m, "mode", runtime_models.Mode.SLOW), "mode"),
+    "dtype": (lambda m: setattr(m, "kind", torch.float32), "kind"),
+    "frozenset": (lambda m: setattr(m, "tags", frozenset("b")), "tags"),
+    "bytes": (lambda m: setattr(m, "key", b"q"), "key"),
+    "torch's function": (lambda m: setattr(m, "act", torch.sigmoid), "act"),
+    "function": (lambda m: setattr(m, "second", runtime_models.doubled), "second"),
+    "method": (lambda m: setattr(m, "helper", lambda x: x), "helper"),
+    "slot": (lambda m: setattr(m.slotted, "gain", 4.0), "slotted.gain"),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", KINDS)
+def test_values_of_all_kinds(
+    zoo_artifact: Path, make_zoo: MakeZoo, name: str, when: str
+) -> None:
+    """Whatever a graph was made for is compared at attach, and watched from then on."""
+    change, what = KINDS[name]
+    model, x = make_zoo(), torch.randn(4, 4)
+    if when == "before":
+        change(model)
+        with pytest.raises(MismatchError) as caught:
+            compilekit.attach(model, zoo_artifact, entry="kinds")
+    else:
+        expected = model.kinds(x)
+        compilekit.attach(model, zoo_artifact, entry="kinds")
+        torch.testing.assert_close(model.kinds(x), expected)
+        change(model)
+        with pytest.raises(MismatchError) as caught:
+            model.kinds(x)
+    assert f"{what}: the artifact has" in caught.value.message
+
+
+def test_a_class_is_watched_for_its_values(
+    attached: Attached, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attribute that instances have from their class."""
+    model, x = attached("kinds"), torch.randn(4, 4)
+    model.kinds(x)
+    monkeypatch.setattr(runtime_models.Zoo, "factor", 3.0)
+    with pytest.raises(MismatchError, match=r"factor: the artifact has 2\.0"):
+        model.kinds(x)
+
+
+def test_loading_another_model_meanwhile(attached: Attached) -> None:
+    """transformers writes into classes and sets the default dtype for a moment."""
+    model = attached("forward")
+    expected = model(ids())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        nn.Module.more = 1  # type: ignore[attr-defined]
+        torch.testing.assert_close(model(ids()), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        del nn.Module.more  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("what", ["attribute", "class"])
+def test_a_model_that_never_rests(attached: Attached, what: str) -> None:
+    """A thread that writes all the time doesn't hold calls up."""
+    model = attached("forward")
+    expected = model(ids())
+    receipt = model.__dict__["forward"].on_rebind.__self__
+    ended = threading.Event()
+
+    def write() -> None:
+        owner: Any = model if what == "attribute" else type(model)
+        while not ended.is_set():
+            owner.last_seen = object()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(20):
+            torch.testing.assert_close(model(ids()), expected)
+    finally:
+        ended.set()
+        writer.join()
+        if what == "class":
+            del type(model).last_seen
+    # A comparison for each call at most; of a name that nobody reads, none.
+    assert receipt.rebinds <= (20 if what == "class" else 0)
+
+
 def test_a_patched_class_is_noticed(
     attached: Attached, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,19 @@ class Counted(ModelOutput):
         return made
 
 
+@dataclasses.dataclass
+class Checked(ModelOutput):
+    """Takes only numbers of one kind, and says so in its own way."""
+
+    first: Any = None
+    second: Any = None
+
+    def __init__(self, first: Any = None, second: Any = None) -> None:
+        assert first.dtype is torch.float64
+        self.first = first
+        self.second = second
+
+
 def tree(cls: type, **fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kind": "dataclass",
@@ -150,6 +163,11 @@ def test_classes_with_a_way_of_their_own(cls: type, second: dict[str, Any]) -> N
     found, expected = both(described)
     same(found, expected)
     assert list(found) == list(expected)
+
+
+def test_a_class_that_refuses_what_it_is_tried_with() -> None:
+    """It is left alone, whatever it raises."""
+    assert model_output_fields(tree(Checked, first=OUT, second=OUT)) is None
 
 
 @pytest.mark.parametrize("cls", [Plain, Derived])

@@ -64,6 +64,7 @@ READS = (
     Read("settings.inner.kinds", "keys", ["a"]),
     Read('options["a"]', "value", 1),
     Read("layers.1.extra", "absent", None),
+    Read("layers.1.p", "value", 0.5),
     Read(f"module:{__name__}:SHARED.scale", "value", 2.0),
 )
 SHARED = Inner()
@@ -125,8 +126,8 @@ NOTICED: dict[str, Callable[[Net], object]] = {
     ),
     "transposed in place": lambda m: torch.no_grad()(m.layers[0].weight.t_)(),
     "attribute": lambda m: setattr(m.layers[1], "p", 0.1),
+    "attribute of an item": lambda m: setattr(m, "listed", list(m.listed)),
     "what wasn't there": lambda m: m.layers[1].register_buffer("extra", None),
-    "new attribute": lambda m: setattr(m.layers[1], "q", 0.1),
     "mode": lambda m: m.layers[1].train(),
     "forward": lambda m: setattr(m.layers[1], "forward", lambda x: x),
     "class": lambda m: setattr(m.layers[1], "__class__", nn.AlphaDropout),
@@ -176,6 +177,8 @@ QUIET: dict[str, Callable[[Net], object]] = {
     "other memory of the same kind": lambda m: swapped(m.shift, torch.ones(2)),
     "the model's own hook": lambda m: m.register_forward_hook(lambda *_: None),
     "zero_grad": lambda m: m.zero_grad(),
+    "an attribute that nobody reads": lambda m: setattr(m, "count", object()),
+    "one of a submodule": lambda m: setattr(m.layers[1], "inplace", object()),
     "another global": lambda m: globals().update(MORE=object()),
     "many globals": lambda m: globals().update({f"M{i}": object() for i in range(99)}),
 }

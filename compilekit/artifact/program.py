@@ -57,8 +57,9 @@ class Read(NamedTuple):
             ``module:NAME`` for a module global.
         kind: ``value`` (equal to `value`), ``type`` (`value` is module:qualname),
             ``length`` (`value` is a length), ``keys`` (`value` lists a dict's keys),
-            ``repr`` (`value` is how it prints: a number that JSON can't hold),
-            ``absent`` (attribute isn't there).
+            ``repr`` (`value` is how it prints: what JSON can't hold), ``absent``
+            (attribute isn't there), ``inherited`` (it is its class's: the instance has
+            none of its own).
         value: What it was, as JSON.
     """
 

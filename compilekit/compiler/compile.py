@@ -53,10 +53,10 @@ from compilekit.compiler.examples import example_kwargs
 from compilekit.compiler.freezing import FrozenWeights
 from compilekit.compiler.harvest import HostCode, host_code
 from compilekit.compiler.models import entry_callable
-from compilekit.compiler.names import FOREIGN_ERRORS
 from compilekit.compiler.tuning import Tuning
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import (
+    FOREIGN_ERRORS,
     CaptureError,
     ConfigError,
     GraphBreakError,

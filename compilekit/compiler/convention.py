@@ -28,7 +28,7 @@ from compilekit._torch import capture as dynamo
 from compilekit._torch.runtime import same_storage, storage_id
 from compilekit.artifact.program import GraphOutput, Read
 from compilekit.errors import UnsupportedByProgramError
-from compilekit.runtime.model import tensor_spec
+from compilekit.runtime.model import FUNCTIONS, is_shown, shown, tensor_spec
 from compilekit.runtime.result import class_name, join
 
 MODEL, ARGUMENTS = "model", "kwargs"
@@ -458,10 +458,14 @@ def _argument_parts(kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
 _VALUE_GUARDS = frozenset(
     {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH"}
 )
+_SHOWN_GUARDS = _VALUE_GUARDS | {"SET_CONTAINS"}
+_FUNCTION_GUARDS = frozenset(
+    {"CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "ID_MATCH"}
+)
 _LENGTH_GUARDS = frozenset({"SEQUENCE_LENGTH", "LIST_LENGTH", "DICT_LENGTH"})
 _KEY_GUARDS = frozenset({"DICT_KEYS_MATCH"})
-# What `runtime.model.module_mismatches` looks at itself: the training flag and hooks,
-# and a mark that transformers leaves on a model with hooks.
+# What `runtime.model.module_mismatches` looks at itself: the training flag and hooks
+# (and any forward), and a mark that transformers leaves on a model with hooks.
 _OUR_FLAGS = frozenset(
     {"training", "_is_full_backward_hook", "_output_capturing_hooks_installed"}
 )
@@ -484,7 +488,9 @@ def reads(
     for guard in capture.reads:
         steps = _steps(guard.source)
         asked = guard.kind == "HASATTR"
-        if steps is not None and guard.attribute and asked:
+        # The attribute is the class's, as most methods are.
+        inherited = guard.kind == "NOT_PRESENT_IN_GENERIC_DICT"
+        if steps is not None and guard.attribute and (asked or inherited):
             steps = (*steps, guard.attribute)
         if steps is None or len(steps) < 3:
             continue
@@ -497,13 +503,19 @@ def reads(
             if asked:
                 found[(path, "absent")] = Read(path, "absent", None)
             continue
-        if guard.kind in _VALUE_GUARDS and _is_plain(value):
+        if (guard.kind in _VALUE_GUARDS or inherited) and _is_plain(value):
             # Infinity and NaN have no JSON; they are kept as they print.
             read = (
                 Read(path, "value", value)
                 if is_json(value)
-                else Read(path, "repr", repr(value))
+                else Read(path, "repr", shown(value))
             )
+        elif ((guard.kind in _SHOWN_GUARDS or inherited) and is_shown(value)) or (
+            guard.kind in _FUNCTION_GUARDS and _is_the_models(path, value)
+        ):
+            read = Read(path, "repr", shown(value))
+        elif inherited and steps[-1] != "forward":
+            read = Read(path, "inherited", None)
         elif guard.kind in _KEY_GUARDS and _is_plain(list(value)):
             # What a loop goes through: the layers of a list of modules, a dict's items.
             read = Read(path, "keys", list(value))
@@ -515,6 +527,14 @@ def reads(
             continue
         found[(path, read.kind)] = read
     return tuple(found[key] for key in sorted(found))
+
+
+def _is_the_models(path: str, value: Any) -> bool:
+    """True for a function that an object below the model has as a value.
+
+    Of those in Python modules the code is kept.
+    """
+    return not path.startswith("module:") and isinstance(value, FUNCTIONS)
 
 
 def _has_own_length(path: str, value: Any) -> bool:

@@ -24,9 +24,8 @@ from compilekit.artifact.program import Program
 from compilekit.buckets import bucket_table
 from compilekit.compiler.convention import output_tensors
 from compilekit.compiler.examples import example_kwargs
-from compilekit.compiler.names import FOREIGN_ERRORS
 from compilekit.config import Config, EntryConfig
-from compilekit.errors import ConfigError
+from compilekit.errors import FOREIGN_ERRORS, ConfigError
 from compilekit.plan import Bucket
 from compilekit.runtime.result import join
 

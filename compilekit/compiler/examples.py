@@ -16,13 +16,12 @@ from compilekit._torch.fake import (
 )
 from compilekit.compiler.hugging_face import vocabulary_size
 from compilekit.compiler.names import (
-    FOREIGN_ERRORS,
     import_function,
     nearest,
     torch_dtype,
 )
 from compilekit.config import Config, EntryConfig, InputConfig
-from compilekit.errors import ConfigError
+from compilekit.errors import FOREIGN_ERRORS, ConfigError
 from compilekit.plan import Bucket
 
 

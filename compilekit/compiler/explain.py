@@ -30,7 +30,7 @@ from torch import nn
 from compilekit import plan
 from compilekit._torch import breaks
 from compilekit._torch.breaks import Effect, Place, RawBreak, RawGraph
-from compilekit.compiler import examples, hugging_face, models, names
+from compilekit.compiler import examples, hugging_face, models
 from compilekit.compiler.break_kinds import KINDS, fix, kind_of, subject
 from compilekit.compiler.explained import (
     BucketExplained,
@@ -42,6 +42,7 @@ from compilekit.compiler.explained import (
     Stopped,
 )
 from compilekit.config import Config, EntryConfig
+from compilekit.errors import FOREIGN_ERRORS
 from compilekit.events import BuildEvent, OnBuildEvent, ignore
 from compilekit.plan import Bucket
 
@@ -225,7 +226,7 @@ def _trace(
     ):
         try:
             recorder.compile(function)(**kwargs)
-        except (*names.FOREIGN_ERRORS, breaks.DynamoError) as exc:
+        except (*FOREIGN_ERRORS, breaks.DynamoError) as exc:
             stopped = _stopped(exc, fake=fake)
     return _Trace(tuple(recorder.graphs), tuple(recorder.breaks), stopped)
 

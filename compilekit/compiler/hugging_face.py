@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from compilekit.compiler.names import (
-    FOREIGN_ERRORS,
     model_directory,
     model_dtype,
     nearest,
     torch_dtype,
 )
 from compilekit.config import Config
-from compilekit.errors import ConfigError
+from compilekit.errors import FOREIGN_ERRORS, ConfigError
 
 if TYPE_CHECKING:
     # It loads Dynamo, which a replay doesn't need.

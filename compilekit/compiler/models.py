@@ -26,14 +26,13 @@ from compilekit._torch.fake import (
 )
 from compilekit.compiler import hugging_face
 from compilekit.compiler.names import (
-    FOREIGN_ERRORS,
     import_function,
     model_directory,
     model_dtype,
     nearest,
 )
 from compilekit.config import Config, EntryConfig
-from compilekit.errors import ConfigError
+from compilekit.errors import FOREIGN_ERRORS, ConfigError
 
 
 def build_fake(

@@ -13,22 +13,7 @@ from typing import Any
 import torch
 
 from compilekit.config import PACKAGE, Config, package_data
-from compilekit.errors import ConfigError
-
-# What code that isn't ours raises when it's wrong: a factory, a transformers class.
-FOREIGN_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+from compilekit.errors import FOREIGN_ERRORS, ConfigError
 
 
 def import_function(config: Config, source: str, where: str) -> Callable[..., Any]:

@@ -250,7 +250,7 @@ class Arguments:
         if tensor.device.type != self.device.type:
             raise self._wrong(argument, tensor)
         dense = tensor.layout is torch.strided and not tensor.is_nested
-        if dense and argument.path not in self._live:
+        if dense and not _is_named(tensor) and argument.path not in self._live:
             resolved = tensor.resolve_conj().resolve_neg()
             if is_plain(resolved, self.device.type):
                 return resolved
@@ -412,6 +412,11 @@ def _same_stride(tensor: torch.Tensor, spec: TensorSpec) -> bool:
     )
 
 
+def _is_named(tensor: Any) -> bool:
+    """Torch 2.13 has no such tensors any more."""
+    return tensor.layout is torch.strided and any(getattr(tensor, "names", ()))
+
+
 def _kind(tensor: torch.Tensor) -> str:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
@@ -419,6 +424,8 @@ def _kind(tensor: torch.Tensor) -> str:
         return "a nested tensor"
     if tensor.layout is not torch.strided:
         return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    if _is_named(tensor):
+        return "a tensor with named dimensions"
     return "a lazy or wrapped one (conjugated, negated, inside torch.func)"
 
 

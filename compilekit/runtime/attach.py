@@ -44,7 +44,12 @@ from compilekit.runtime.check import (
     refuse,
 )
 from compilekit.runtime.dispatch import Dispatcher
-from compilekit.runtime.model import AttachedMethod, ModelView, model_mismatches
+from compilekit.runtime.model import (
+    AttachedMethod,
+    ModelView,
+    ambient_mismatches,
+    model_mismatches,
+)
 from compilekit.runtime.place import asked_place, model_place
 from compilekit.runtime.program import Call, lazy_program, load_native, load_program
 from compilekit.runtime.receipt import Receipt, Route
@@ -177,6 +182,7 @@ def _attach(
     mismatches: dict[Mismatch, None] = {}
     for item in entries:
         mismatches.update(dict.fromkeys(model_mismatches(view, item, class_name)))
+        mismatches.update(dict.fromkeys(ambient_mismatches(item)))
     if mismatches:
         raise MismatchError(
             f"the model doesn't fit artifact {opened.root}", tuple(mismatches)

@@ -61,6 +61,9 @@ from compilekit.runtime.result import (
 )
 from compilekit.runtime.watch import Watch
 
+# How often one call compares a model whose modules are replaced meanwhile.
+_COMPARISONS = 5
+
 OnRefusal = Callable[[CompilekitError, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -430,8 +433,11 @@ class Dispatcher(AttachedMethod):
     def _bind_again(self) -> Watch:
         """After something moved: compare everything, then bind again or refuse."""
         with self.lock:
-            while self.watch.changed():
-                # Watched before it is compared: a later change is noticed.
+            if not self.watch.changed():
+                return self.watch
+            for _ in range(_COMPARISONS):
+                # Watched before it is compared: a later change is noticed, by the next
+                # call. This one began before it.
                 view = ModelView(self.model)
                 watch = self._watch(view)
                 later = ModelView(self.model)
@@ -445,7 +451,11 @@ class Dispatcher(AttachedMethod):
                 if watch.complete and later.modules == view.modules:
                     self.follow(watch)
                     self.on_rebind()
-            return self.watch
+                    return watch
+        raise CallRefusedError(
+            f"{self.entry.name}: the model's modules change while they are compared",
+            hint="Let the thread that replaces them finish first.",
+        )
 
     def _bind(self, program: Program, call: Call) -> BoundProgram:
         tensors = {path: i for i, path in enumerate(self.entry.tensors)}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from compilekit.runtime.frozen import frozen_mismatches
 
 MISSING = object()
 SCALARS = (type(None), bool, int, float, str)
+FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class AttachedMethod:
@@ -76,8 +78,7 @@ def model_mismatches(
 
     Covers its class, the method's signature, the metadata of every tensor that a graph
     reads, the values of frozen ones, tied weights, Python values that capture depended
-    on, traced functions, custom operators, hooks, replaced methods, training mode and
-    ambient state.
+    on, traced functions, custom operators, hooks, replaced methods and training mode.
     """
     tensors = {path: view.get(path) for path in entry.tensors}
     return (
@@ -90,7 +91,6 @@ def model_mismatches(
         *_code(entry),
         *_custom_ops(entry),
         *module_mismatches(view, entry),
-        *_ambient(entry),
     )
 
 
@@ -310,9 +310,10 @@ def _reads(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
         found = _as_read(value, read.kind)
         if found != read.value or type(found) is not type(read.value):
             what = {"type": "class of ", "length": "length of ", "keys": "keys of "}
+            none = {"absent": "nothing", "inherited": "its class's"}
             yield _mismatch(
                 f"{what.get(read.kind, '')}{read.path}",
-                "nothing" if read.kind == "absent" else repr(read.value),
+                none.get(read.kind, repr(read.value)),
                 "nothing" if value is MISSING else repr(found),
                 "The graph was captured with the first value in it.",
                 "Build again from this model.",
@@ -320,17 +321,48 @@ def _reads(view: ModelView, entry: Entry) -> Iterator[Mismatch]:
 
 
 def _read_value(view: ModelView, read: Read) -> Any:
-    if not read.path.startswith("module:"):
-        return view.get(read.path)
-    _, module, path = read.path.split(":", 2)
+    """What lies there now; of an inherited one, whether an instance replaced it."""
+    path, _, name = read.path.rpartition(".")
+    inherited = read.kind == "inherited"
+    value = _value_at(view, path if inherited else read.path)
+    return _is_replaced(value, name) if inherited else value
+
+
+def _value_at(view: ModelView, place: str) -> Any:
+    if not place.startswith("module:"):
+        return view.get(place) if place else view.model
+    _, module, path = place.split(":", 2)
     try:
         return paths.follow(sys.modules[module], paths.parse(path))
     except (KeyError, AttributeError, IndexError, TypeError):
         return MISSING
 
 
+def is_shown(value: Any) -> bool:
+    """True for what no JSON holds, but whose text says all of it."""
+    if isinstance(value, (frozenset, set)):
+        return all(type(part) in SCALARS or is_shown(part) for part in value)
+    return isinstance(value, (*_SHOWN, enum.Enum))
+
+
+_SHOWN = (bytes, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def shown(value: Any) -> str:
+    """That text, the same in each process."""
+    if isinstance(value, (frozenset, set)):
+        return f"{type(value).__name__} {sorted(map(shown, value))}"
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__module__}:{type(value).__qualname__}.{value.name}"
+    if isinstance(value, FUNCTIONS):
+        return f"{value.__module__}:{value.__qualname__}"
+    return repr(value)
+
+
 def _as_read(value: Any, kind: str) -> Any:
     """What of a value was recorded, as JSON gives it back."""
+    if kind == "inherited":
+        return "replaced on the instance" if value else None
     if kind == "absent":
         return None if value is MISSING else type(value).__name__
     if value is MISSING:
@@ -338,7 +370,7 @@ def _as_read(value: Any, kind: str) -> Any:
     if kind == "type":
         return f"{type(value).__module__}:{type(value).__qualname__}"
     if kind == "repr":
-        return repr(value)
+        return shown(value)
     if kind == "length":
         return len(value) if hasattr(value, "__len__") else MISSING
     if kind == "keys":
@@ -468,22 +500,27 @@ def _hook(where: str) -> Mismatch:
     )
 
 
-def _is_replaced(module: torch.nn.Module, name: str) -> bool:
+def _is_replaced(owner: Any, name: str) -> bool:
     """True if an instance has a method that neither its class nor `attach` gave it.
 
     A copy of an attached model has its class's own method on the instance.
     """
-    method = module.__dict__.get(name)
-    if method is None or isinstance(method, AttachedMethod):
+    method = getattr(owner, "__dict__", {}).get(name, MISSING)
+    if method is MISSING or isinstance(method, AttachedMethod):
         return False
     return not (
         isinstance(method, MethodType)
-        and method.__self__ is module
-        and method.__func__ is getattr(type(module), name, None)
+        and method.__self__ is owner
+        and method.__func__ is getattr(type(owner), name, None)
     )
 
 
-def _ambient(entry: Entry) -> Iterator[Mismatch]:
+def ambient_mismatches(entry: Entry) -> Iterator[Mismatch]:
+    """Process-wide state in which a start differs from the build.
+
+    Not compared again after attach: loading another model changes some of it for a
+    moment. What a program would notice, each call asks for.
+    """
     here = ambient()
     for name, expected in entry.ambient.items():
         if here.get(name) != expected:

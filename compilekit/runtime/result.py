@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compilekit import paths
-from compilekit.errors import AttachError
+from compilekit.errors import FOREIGN_ERRORS, AttachError
 
 Outputs = Sequence[torch.Tensor]
 Values = Mapping[str, Any]
@@ -134,16 +135,18 @@ def _makes_fields(cls: Any, items: Sequence[tuple[str, Mapping[str, Any]]]) -> b
     if code is None or code.co_filename != "<string>":
         return False
     nothing = {"kind": "value", "value": None}
-    given = {name: None if node == nothing else object() for name, node in items}
+    given: dict[str, Any] = {
+        name: None if node == nothing else torch.ones(1) for name, node in items
+    }
     try:
         made = cls(**given)
-    except (TypeError, ValueError, AttributeError, KeyError):
+        found: list[dict[str, Any]] = [vars(made), dict(made.items())]
+    except FOREIGN_ERRORS:
         return False
     present = {name: value for name, value in given.items() if value is not None}
-    return (
-        type(made) is cls
-        and list(vars(made).items()) == list(given.items())
-        and list(made.items()) == list(present.items())
+    return type(made) is cls and all(
+        list(one) == list(two) and all(map(operator.is_, one.values(), two.values()))
+        for one, two in ((found[0], given), (found[1], present))
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, MethodType
+from types import FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from compilekit._torch.runtime import (
     write_counts,
 )
 from compilekit.artifact.program import Entry
-from compilekit.runtime.model import ModelView
+from compilekit.runtime.model import MISSING, AttachedMethod, ModelView
 from compilekit.runtime.overlap import storages
 from compilekit.runtime.words import (
     Words,
@@ -61,8 +62,9 @@ class Watch:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
         self._owners = (*self._modules, *_owners(view, entry))
         self._dicts = tuple(_watched_dicts(self._owners, view, entry))
-        self._classes = tuple(_watched_classes(self._modules, entry))
-        self._globals = _globals(entry)
+        self._classes = tuple(_watched_classes(self._owners, entry))
+        self._names = tuple(_names(view, entry))
+        self._slots = tuple(_slots(self._owners))
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
         self.complete = all(map(_is_dense, self.tensors))
         layout = tensor_layout() if changed is not None else None
@@ -110,9 +112,8 @@ class Watch:
             for path, tensor in zip(entry.tensors, self.tensors, strict=True)
             if id(tensor) not in within
         )
-        self.all_words = not (
-            self._guards or self._unheld or self._frozen or self._attributes
-        )
+        others = self._unheld, self._frozen, self._attributes, self._slots
+        self.all_words = not (self._guards or any(others))
         self._storages: frozenset[int] | None = None
         self._inputs: dict[str, list[Any]] = {}
 
@@ -141,20 +142,22 @@ class Watch:
 
     def changed(self) -> bool:
         """True if anything moved since."""
-        return (self.words.changed() and not self._only_other_globals()) or (
+        return (self.words.changed() and not self._only_other_names()) or (
             not self.all_words and self._more_changed()
         )
 
-    def _only_other_globals(self) -> bool:
-        """Whether nothing moved but global names that no program depends on.
+    def _only_other_names(self) -> bool:
+        """Whether nothing moved but names that no program depends on.
 
-        A counter of requests in the file of a model's class, say. They are accepted.
+        A counter of requests on a model, or in its class's file. They are accepted.
         """
-        for values, names in self._globals:
-            address = version_address(values)
+        for known in self._names:
+            address = version_address(known.values)
             # Read first: a change from here on gives another one.
             version = word_at(address)
-            if any(values.get(name) is not value for name, value in names):
+            if self.words.expects(address, version):
+                continue
+            if known.moved():
                 return False
             self.words.accept(address, version)
         return not self.words.changed()
@@ -164,6 +167,7 @@ class Watch:
             (bool(self._guards) and not self._guards[_inference()](*self.tensors))
             or any(_moved(*item) for item in self._unheld)
             or any(vars(each) is not before for each, before in self._attributes)
+            or any(getattr(each, n, MISSING) is not v for each, n, v in self._slots)
             or write_counts(self._frozen) != self._writes
         )
 
@@ -199,8 +203,8 @@ def _moved(
 def _owners(view: ModelView, entry: Entry) -> Iterator[Any]:
     """What values that the graphs read, and traced functions, are found in, each once.
 
-    Dicts, objects with a dict of their own, Python modules; the model's own modules
-    aside, and whatever lies in lists.
+    Dicts, objects with a dict of their own or with slots, Python modules; the model's
+    own modules aside, and whatever lies in lists.
     """
     seen = {id(module) for module in view.modules.values()}
     # A module, or a scalar in one: most are.
@@ -216,13 +220,15 @@ def _owners(view: ModelView, entry: Entry) -> Iterator[Any]:
         value: Any = sys.modules.get(module) if module else view.model
         for step in (None, *steps):
             value = value if step is None else _below(value, step)
-            if id(value) not in seen and (_has_attributes(value) or _is_dict(value)):
+            if id(value) not in seen and (
+                _has_attributes(value) or _is_dict(value) or _slot_names(value)
+            ):
                 seen.add(id(value))
                 yield value
 
 
 # Kinds of reads of what has no attributes of its own.
-_SCALARS = ("value", "repr", "absent")
+_SCALARS = ("value", "repr", "absent", "inherited")
 
 
 def _owner(path: str) -> str:
@@ -231,24 +237,69 @@ def _owner(path: str) -> str:
     return owner if "[" not in name else path
 
 
-def _globals(
-    entry: Entry,
-) -> tuple[tuple[dict[str, Any], tuple[tuple[str, Any], ...]], ...]:
-    """The globals of Python modules, and what programs depend on of each."""
-    names: dict[str, dict[str, None]] = {}
-    for read in entry.reads:
-        if read.path.startswith("module:"):
-            module, steps = _split(read.path)
-            names.setdefault(module, {})[str(steps[0])] = None
+class _Known:
+    """Names of a dict that programs depend on, and what they stood for.
+
+    Attributes:
+        values: Attributes of an object, or globals of a Python module.
+    """
+
+    def __init__(self, values: dict[str, Any], names: tuple[str, ...]) -> None:
+        self.values = values
+        self._names = names
+        found = self._found()
+        self._ids = tuple(map(id, found))
+        # An id is one thing's as long as it lives; what we put there holds this watch.
+        self._kept = [each for each in found if not isinstance(each, AttachedMethod)]
+
+    def moved(self) -> bool:
+        """True if any of them stands for something else."""
+        return tuple(map(id, self._found())) != self._ids
+
+    def _found(self) -> tuple[Any, ...]:
+        return tuple(map(self.values.get, self._names, itertools.repeat(MISSING)))
+
+
+def _names(view: ModelView, entry: Entry) -> Iterator[_Known]:
+    """What programs depend on of the attributes of modules and the globals of files.
+
+    Of other objects any change counts.
+    """
+    own: dict[int, set[str]] = {}
+    files: dict[str, set[str]] = {}
+    tied = [path for group in entry.aliases for path in group]
+    for path in (*entry.tensors, *tied, *[read.path for read in entry.reads]):
+        if path.startswith("module:"):
+            module, steps = _split(path)
+            files.setdefault(module, set()).add(str(steps[0]))
+        else:
+            owner, name = _attribute(path, view)
+            own.setdefault(id(owner), set()).add(name)
     for name in entry.code:
         module, _, qualname = name.partition(":")
-        names.setdefault(module, {})[qualname.partition(".")[0]] = None
-    found = []
-    for module, wanted in names.items():
+        files.setdefault(module, set()).add(qualname.partition(".")[0])
+    standing = tuple({*_STANDING, entry.method})
+    for each in dict.fromkeys(view.modules.values()):
+        yield _Known(vars(each), (*standing, *own.get(id(each), ())))
+    for module, read in files.items():
         if _has_attributes(sys.modules.get(module)):
-            values = vars(sys.modules[module])
-            found.append((values, tuple((name, values.get(name)) for name in wanted)))
-    return tuple(found)
+            yield _Known(vars(sys.modules[module]), tuple(read))
+
+
+# Of every module: its flag, its method and what it holds; hooks lie in dicts, which an
+# assignment would replace.
+_STANDING = (
+    *("training", "forward", "_parameters", "_buffers", "_modules"),
+    *("_forward_hooks", "_forward_pre_hooks"),
+)
+
+
+def _attribute(path: str, view: ModelView) -> tuple[torch.nn.Module, str]:
+    """The module that a path leads through last, and what it goes on with."""
+    owner, _, name = path.partition("[")[0].rpartition(".")
+    while owner not in view.modules:
+        owner, _, name = owner.rpartition(".")
+    return view.modules[owner], name
 
 
 def _split(path: str) -> tuple[str, tuple[paths.Step, ...]]:
@@ -292,19 +343,39 @@ def _watched_dicts(
             yield each
 
 
-def _watched_classes(
-    modules: Sequence[torch.nn.Module], entry: Entry
-) -> Iterator[type]:
-    """Classes of modules, and those that traced functions are methods of."""
-    found = dict.fromkeys(map(type, modules))
-    for name in entry.code:
-        module, _, qualname = name.partition(":")
+def _watched_classes(owners: Sequence[Any], entry: Entry) -> Iterator[type]:
+    """Classes of modules and other objects, of traced methods, and those read from."""
+    found = dict.fromkeys(map(type, owners))
+    places = [name.split(":", 1) for name in entry.code]
+    for read in entry.reads:
+        if read.path.startswith("module:"):
+            places.append(read.path.split(":", 2)[1:])
+    for module, path in places:
         value: Any = sys.modules.get(module)
-        for part in qualname.split(".")[:-1]:
+        for part in path.split(".")[:-1]:
             value = getattr(value, part, None)
             if isinstance(value, type):
                 found[value] = None
     yield from found
+
+
+def _slots(owners: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """What lies in the slots of objects, of which no word tells that they changed."""
+    for each in owners:
+        for name in _slot_names(each):
+            yield each, name, getattr(each, name, MISSING)
+
+
+def _slot_names(value: Any) -> list[str]:
+    if isinstance(value, (torch.nn.Module, type)):
+        return []
+    return [
+        name
+        for cls in type(value).__mro__
+        if "__slots__" in vars(cls)
+        for name, member in vars(cls).items()
+        if isinstance(member, MemberDescriptorType)
+    ]
 
 
 def _is_dict(value: Any) -> bool:

@@ -52,7 +52,7 @@ def class_version_address(value: type) -> int:
     Source: Include/cpython/object.h, PyTypeObject.tp_version_tag, the 49th word, and 32
     bits that stay 0 (CPython 3.11, 3.12). A number is given out at the first look-up.
     """
-    getattr(value, "__init__", None)
+    type.__getattribute__(value, "__init__")
     return id(value) + 48 * WORD_BYTES
 
 
@@ -110,10 +110,16 @@ class Words:
         self._known = self.address + WORD_BYTES * (2 + len(self._first))
         self.changed = functools.partial(changed, self.address)
 
+    def expects(self, address: int, word: int) -> bool:
+        """Whether it is what is expected of a word of the first level."""
+        return word_at(self._expected_at(address)) == word
+
     def accept(self, address: int, word: int) -> None:
         """From now on, a word of the first level is expected to be another one."""
-        place = bisect.bisect_left(self._first, address)
-        ctypes.c_int64.from_address(self._known + WORD_BYTES * place).value = word
+        ctypes.c_int64.from_address(self._expected_at(address)).value = word
+
+    def _expected_at(self, address: int) -> int:
+        return self._known + WORD_BYTES * bisect.bisect_left(self._first, address)
 
 
 def _gathered(addresses: Sequence[int]) -> tuple[Callable[[], bool], int]:
