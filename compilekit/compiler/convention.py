@@ -514,7 +514,7 @@ def reads(
             guard.kind in _FUNCTION_GUARDS and _is_the_models(path, value)
         ):
             read = Read(path, "repr", shown(value))
-        elif inherited and steps[-1] != "forward":
+        elif inherited and _is_own_method(str(steps[-1]), value):
             read = Read(path, "inherited", None)
         elif guard.kind in _KEY_GUARDS and _is_plain(list(value)):
             # What a loop goes through: the layers of a list of modules, a dict's items.
@@ -535,6 +535,17 @@ def _is_the_models(path: str, value: Any) -> bool:
     Of those in Python modules the code is kept.
     """
     return not path.startswith("module:") and isinstance(value, FUNCTIONS)
+
+
+def _is_own_method(name: str, value: Any) -> bool:
+    """False for a forward, which is looked at anyhow, for what Python looks up in the
+    class whatever an instance has, and for torch's own methods."""
+    package = str(getattr(value, "__module__", "")).split(".")[0]
+    return (
+        name != "forward"
+        and not (name.startswith("__") and name.endswith("__"))
+        and package not in _NOT_THE_MODELS
+    )
 
 
 def _has_own_length(path: str, value: Any) -> bool:
