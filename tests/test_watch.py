@@ -177,6 +177,10 @@ QUIET: dict[str, Callable[[Net], object]] = {
     "other memory of the same kind": lambda m: swapped(m.shift, torch.ones(2)),
     "the model's own hook": lambda m: m.register_forward_hook(lambda *_: None),
     "zero_grad": lambda m: m.zero_grad(),
+    "another model's hook": lambda m: nn.ReLU().register_forward_hook(print),
+    "a hook that came and went": lambda m: (
+        m.layers[0].register_forward_hook(print).remove()
+    ),
     "an attribute that nobody reads": lambda m: setattr(m, "count", object()),
     "one of a submodule": lambda m: setattr(m.layers[1], "inplace", object()),
     "another global": lambda m: globals().update(MORE=object()),

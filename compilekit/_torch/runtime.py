@@ -282,6 +282,11 @@ def global_forward_hooks() -> tuple[dict[int, Any], ...]:
     return nn._global_forward_hooks, nn._global_forward_pre_hooks
 
 
+# Every hook has one, and each that is made writes a number into this class.
+# Source: torch/utils/hooks.py, RemovableHandle.__init__ (2.11, 2.12, 2.13).
+HookHandle: type = torch.utils.hooks.RemovableHandle
+
+
 def compiled_frames() -> int:
     """Frames that torch.compile took up in this process so far.
 

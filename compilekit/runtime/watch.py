@@ -6,7 +6,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, MemberDescriptorType, MethodType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from compilekit import paths
 from compilekit._torch.layout import metadata_addresses, tensor_layout
 from compilekit._torch.runtime import (
+    HookHandle,
     forward_hooks,
     global_forward_hooks,
     registries,
@@ -62,8 +63,11 @@ class Watch:
         self._modules = tuple(dict.fromkeys(view.modules.values()))
         self._owners = (*self._modules, *_owners(view, entry))
         self._dicts = tuple(_watched_dicts(self._owners, view, entry))
-        self._classes = tuple(_watched_classes(self._owners, entry))
-        self._names = tuple(_names(view, entry))
+        self._classes = (HookHandle, *_watched_classes(self._owners, entry))
+        self._parts: tuple[_Known | _Hooks, ...] = (
+            *_names(view, entry),
+            _Hooks(view, entry),
+        )
         self._slots = tuple(_slots(self._owners))
         self.tensors: list[torch.Tensor] = [view.get(path) for path in entry.tensors]
         self.complete = all(map(_is_dense, self.tensors))
@@ -147,17 +151,18 @@ class Watch:
         )
 
     def _only_other_names(self) -> bool:
-        """Whether nothing moved but names that no program depends on.
+        """Whether nothing moved but what no program depends on.
 
-        A counter of requests on a model, or in its class's file. They are accepted.
+        Names, as a counter of requests on a model or in its class's file is one; and
+        hooks of something else. They are accepted.
         """
-        for known in self._names:
-            address = version_address(known.values)
+        for part in self._parts:
+            address = part.address
             # Read first: a change from here on gives another one.
             version = word_at(address)
             if self.words.expects(address, version):
                 continue
-            if known.moved():
+            if part.moved():
                 return False
             self.words.accept(address, version)
         return not self.words.changed()
@@ -240,12 +245,15 @@ def _owner(path: str) -> str:
 class _Known:
     """Names of a dict that programs depend on, and what they stood for.
 
-    Attributes:
+    Args:
         values: Attributes of an object, or globals of a Python module.
+    Attributes:
+        address: Of the word that tells that something of it moved.
     """
 
     def __init__(self, values: dict[str, Any], names: tuple[str, ...]) -> None:
-        self.values = values
+        self.address = version_address(values)
+        self._values = values
         self._names = names
         found = self._found()
         self._ids = tuple(map(id, found))
@@ -257,7 +265,29 @@ class _Known:
         return tuple(map(id, self._found())) != self._ids
 
     def _found(self) -> tuple[Any, ...]:
-        return tuple(map(self.values.get, self._names, itertools.repeat(MISSING)))
+        return tuple(map(self._values.get, self._names, itertools.repeat(MISSING)))
+
+
+class _Hooks:
+    """Hooks of a model's modules: none when a model fits.
+
+    One word tells that torch made a hook somewhere. The root's own hooks run around a
+    program.
+
+    Attributes:
+        address: Of that word.
+    """
+
+    def __init__(self, view: ModelView, entry: Entry) -> None:
+        self.address = class_version_address(HookHandle)
+        modules = list(dict.fromkeys(view.modules.values()))
+        hooked = modules[1:] if entry.method == "forward" else modules
+        self._dicts = [each for module in hooked for each in forward_hooks(module)]
+        self._found = [*map(tuple, self._dicts)]
+
+    def moved(self) -> bool:
+        """True if there are others, whose numbers nothing else has."""
+        return [*map(tuple, self._dicts)] != self._found
 
 
 def _names(view: ModelView, entry: Entry) -> Iterator[_Known]:
@@ -320,10 +350,7 @@ def _below(value: Any, step: paths.Step) -> Any:
 def _watched_dicts(
     owners: Sequence[Any], view: ModelView, entry: Entry
 ) -> Iterator[dict[Any, Any]]:
-    """The dicts that hold what a program depends on, each once.
-
-    Those of hooks are empty when a model fits; the root's own run around a program.
-    """
+    """The dicts that hold what a program depends on, each once."""
     seen: set[int] = set()
     found = [each for each in owners if _is_dict(each)]
     found += [vars(each) for each in owners if _has_attributes(each)]
@@ -335,8 +362,6 @@ def _watched_dicts(
     found += [each for module in modules for each in registries(module) if each]
     found += [each for path in asking for each in registries(view.modules[path])]
     found += global_forward_hooks()
-    hooked = modules[1:] if entry.method == "forward" else modules
-    found += [each for module in hooked for each in forward_hooks(module)]
     for each in found:
         if id(each) not in seen:
             seen.add(id(each))
@@ -385,5 +410,8 @@ def _is_dict(value: Any) -> bool:
 def _has_attributes(value: Any) -> bool:
     """Whether an object (a model's configuration, say) has a dict of its own."""
     if isinstance(value, (type, FunctionType, MethodType)):
+        return False
+    if isinstance(value, ModuleType) and value.__name__.split(".")[0] == "torch":
+        # Fixed by its version; importing a part of it writes into it.
         return False
     return type(getattr(value, "__dict__", None)) is dict
