@@ -37,12 +37,12 @@ from compilekit.runtime.words import (
 class Watch:
     """What a model looks like, to notice cheaply that it changed.
 
-    Looks at the identity of every parameter, buffer and submodule, at every attribute
-    of every module (training flags and replaced methods among them) and of every
-    object that the graphs read something of, at classes and what is written into them,
-    at the global names of Python modules whose functions were traced, at forward hooks
-    and at the metadata of every tensor that a program reads. Values of tensors may
-    change, except those that were folded into a program, and so may what lies in lists.
+    Looks at the identity of every parameter, buffer and submodule, at what the graphs
+    read of modules (training flags and replaced methods among it) and of the files of
+    traced functions, at every attribute of other objects that they read something of,
+    at classes and what is written into them, at forward hooks and at the metadata of
+    every tensor that a program reads. Values of tensors may change, except those that
+    were folded into a program, and so may what lies in lists.
 
     A watch is made before the model is compared with its entry: what changes in between
     is noticed at the next call.
