@@ -249,9 +249,7 @@ class Dispatcher(AttachedMethod):
         watch = self._checked_watch()
         if bound.mutated:
             self._refuse_overlap(bound, fitted, watch)
-        inputs = watch.inputs(bound.bucket.name, bound.order)
-        for index, argument in bound.arguments:
-            inputs[index] = fitted[argument]
+        inputs = _graph_inputs(bound, watch, fitted)
         for index, copied in bound.aligned:
             if inputs[index].data_ptr() % ALIGNMENT:
                 inputs[index] = self._aligned(bound, inputs[index], index, copied)
@@ -267,10 +265,7 @@ class Dispatcher(AttachedMethod):
         For whoever owns the arguments, and so knows that they lie apart and aligned.
         """
         self._refuse_modes()
-        watch = self._checked_watch()
-        inputs = watch.inputs(bound.bucket.name, bound.order)
-        for index, argument in bound.arguments:
-            inputs[index] = fitted[argument]
+        inputs = _graph_inputs(bound, self._checked_watch(), fitted)
         return self._call(bound, inputs, fitted)
 
     def _aligned(
@@ -502,6 +497,16 @@ class Dispatcher(AttachedMethod):
             fields=model_output_fields(program.result),
             aligned=_aligned_arguments(program) if self.device.type == "cuda" else (),
         )
+
+
+def _graph_inputs(
+    bound: BoundProgram, watch: Watch, arguments: Sequence[torch.Tensor]
+) -> list[Any]:
+    """A program's graph inputs: the model's tensors, and the call's."""
+    inputs = watch.inputs(bound.bucket.name, bound.order)
+    for index, argument in bound.arguments:
+        inputs[index] = arguments[argument]
+    return inputs
 
 
 def _aligned_arguments(program: Program) -> tuple[tuple[int, bool], ...]:

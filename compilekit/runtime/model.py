@@ -39,11 +39,13 @@ class ModelView:
 
     Attributes:
         modules: Path → module; one that is reached by several paths has them all.
+        distinct: Each module once, the model first.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.modules = dict(_submodules(model))
+        self.distinct = tuple(dict.fromkeys(self.modules.values()))
 
     def get(self, path: str) -> Any:
         """The value at a path, or `MISSING`."""

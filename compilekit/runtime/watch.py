@@ -60,8 +60,7 @@ class Watch:
     def __init__(
         self, view: ModelView, entry: Entry, changed: Callable[[int], bool] | None
     ) -> None:
-        self._modules = tuple(dict.fromkeys(view.modules.values()))
-        self._owners = (*self._modules, *_owners(view, entry))
+        self._owners = (*view.distinct, *_owners(view, entry))
         self._dicts = tuple(_watched_dicts(self._owners, view, entry))
         self._classes = (HookHandle, *_watched_classes(self._owners, entry))
         self._parts: tuple[_Known | _Hooks, ...] = (
@@ -211,7 +210,7 @@ def _owners(view: ModelView, entry: Entry) -> Iterator[Any]:
     Dicts, objects with a dict of their own or with slots, Python modules; the model's
     own modules aside, and whatever lies in lists.
     """
-    seen = {id(module) for module in view.modules.values()}
+    seen = set(map(id, view.distinct))
     # A module, or a scalar in one: most are.
     reads = [
         read.path
@@ -280,8 +279,7 @@ class _Hooks:
 
     def __init__(self, view: ModelView, entry: Entry) -> None:
         self.address = class_version_address(HookHandle)
-        modules = list(dict.fromkeys(view.modules.values()))
-        hooked = modules[1:] if entry.method == "forward" else modules
+        hooked = view.distinct[1:] if entry.method == "forward" else view.distinct
         self._dicts = [each for module in hooked for each in forward_hooks(module)]
         self._found = [*map(tuple, self._dicts)]
 
@@ -309,7 +307,7 @@ def _names(view: ModelView, entry: Entry) -> Iterator[_Known]:
         module, _, qualname = name.partition(":")
         files.setdefault(module, set()).add(qualname.partition(".")[0])
     standing = tuple({*_STANDING, entry.method})
-    for each in dict.fromkeys(view.modules.values()):
+    for each in view.distinct:
         yield _Known(vars(each), (*standing, *own.get(id(each), ())))
     for module, read in files.items():
         if _has_attributes(sys.modules.get(module)):
@@ -354,12 +352,11 @@ def _watched_dicts(
     seen: set[int] = set()
     found = [each for each in owners if _is_dict(each)]
     found += [vars(each) for each in owners if _has_attributes(each)]
-    modules = list(dict.fromkeys(view.modules.values()))
     # An empty registry holds nothing that a program reads. Filling one changes a
     # forward that asked whether there is something.
     asking = {_owner(read.path) for read in entry.reads if read.kind == "absent"}
     asking &= view.modules.keys()
-    found += [each for module in modules for each in registries(module) if each]
+    found += [each for module in view.distinct for each in registries(module) if each]
     found += [each for path in asking for each in registries(view.modules[path])]
     found += global_forward_hooks()
     for each in found:
