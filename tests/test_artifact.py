@@ -26,7 +26,7 @@ import pytest
 
 from compilekit import artifact as api
 from compilekit.artifact import cache as caches
-from compilekit.artifact import canonical, schema, store, verification, write
+from compilekit.artifact import canonical, reading, schema, store, verification, write
 from compilekit.artifact import manifest as manifests
 from compilekit.artifact import program as programs
 from compilekit.errors import (
@@ -855,7 +855,7 @@ def test_replaced_while_opening(tmp_path: Path, monkeypatch: Any) -> None:
     """If a build replaces the artifact during open, the new one is opened."""
     place = tmp_path / "a"
     golden.write(place)
-    real = store._verify_tree
+    real = reading.verify_tree
     calls = []
 
     def swapped(*args: Any) -> Any:
@@ -866,7 +866,7 @@ def test_replaced_while_opening(tmp_path: Path, monkeypatch: Any) -> None:
             new.root.rename(place)
         return real(*args)
 
-    monkeypatch.setattr(store, "_verify_tree", swapped)
+    monkeypatch.setattr(reading, "verify_tree", swapped)
     opened = api.open_artifact(place)
     # The first try, the verification of what was written, the second try.
     assert len(calls) == 3

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from compilekit.artifact import canonical, manifest, store, write
+from compilekit.artifact import canonical, manifest, reading, store, write
 from compilekit.artifact.manifest import File
 from compilekit.artifact.store import Artifact
 from compilekit.errors import (
@@ -133,7 +133,7 @@ def read_records(artifact: Artifact) -> dict[str, bytes]:
     for suffix in RECORDS:
         place = artifact.root.with_name(artifact.root.name + suffix)
         try:
-            data = store.read_beside(place, _MAX_RECORD_BYTES)
+            data = reading.read_beside(place, _MAX_RECORD_BYTES)
             about = canonical.decode(data, place.name).get("artifact")
         except (OSError, ManifestError):
             continue
@@ -215,7 +215,7 @@ class _Bounded:
 def _extract(path: Path, staging: Path, approve: Approve | None) -> dict[str, bytes]:
     """Write the files of an archive into an empty directory; returns the records."""
     try:
-        with store.open_plain(path) as stream:
+        with reading.open_plain(path) as stream:
             bounded: IO[bytes] = _Bounded(stream)  # type: ignore[assignment]
             with tarfile.open(fileobj=bounded, mode="r:") as archive:
                 return _extract_members(archive, staging, approve)
@@ -252,7 +252,7 @@ def _extract_members(
             f" {name or 'nothing'!r}",
             path=name,
         )
-    data = _read(archive, member, store.MAX_INDEX_BYTES)
+    data = _read(archive, member, reading.MAX_INDEX_BYTES)
     listing = store.approved_manifest(
         data, approve and (lambda digest: approve(digest, records.get(SIGNATURE)))
     )
@@ -265,7 +265,7 @@ def _extract_members(
     for name, member in members:
         path = name.removeprefix(f"{FOLDER}/")
         if path == manifest.REPORTS_INDEX and path not in indexes:
-            data = indexes[path] = _read(archive, member, store.MAX_INDEX_BYTES)
+            data = indexes[path] = _read(archive, member, reading.MAX_INDEX_BYTES)
             reports = manifest.read_reports(data, listing.digest).files
             write.make_folders(staging, (path, *reports))
             write.write_file(staging / path, [data])

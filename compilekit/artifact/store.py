@@ -10,25 +10,21 @@ Lifecycle of `open_artifact`:
    they are first asked for, and what they refer to must exist: a start parses its own
    target's only.
 
-All problems that one step finds come in one error. Folders are opened relative to each
-other and links are never followed, so nothing can be swapped between check and use.
+reading.py reads; what it can't be tricked into is said there.
 
 Standard library only.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from compilekit.artifact import canonical, manifest, program, schema
+from compilekit.artifact import canonical, manifest, program, reading, schema
 from compilekit.artifact.manifest import File, Manifest
 from compilekit.artifact.program import Entry, KernelRef, Program
 from compilekit.errors import (
@@ -36,20 +32,7 @@ from compilekit.errors import (
     DigestError,
     ManifestError,
     ResourceError,
-    UnsafePathError,
 )
-
-# 10,000 files take 2 MB; a larger index is no index.
-MAX_INDEX_BYTES = 64 << 20
-_CHUNK = 1 << 20
-_SHOWN = 20
-
-# O_NONBLOCK: a named pipe in place of a file must not hang the start.
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_FOLDER_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
-
-_NO_ARTIFACT = "A directory without a manifest.json is no artifact."
-_AGAIN = "Nothing of it was used. Copy the artifact again, or build it again."
 
 
 class Artifact:
@@ -110,11 +93,11 @@ class Artifact:
         if path in self._kept:
             return self._kept[path]
         file = self._listed(path)
-        root = _open_root(self.root)
+        root = reading.open_root(self.root)
         try:
-            return _read_below(root, path, file)
+            return reading.read_below(root, path, file)
         except (ArtifactError, ResourceError) as exc:
-            raise _located(self.root, exc) from exc.__cause__
+            raise reading.located(self.root, exc) from exc.__cause__
         finally:
             os.close(root)
 
@@ -124,22 +107,22 @@ class Artifact:
         Raises:
             DigestError: The file has changed since the artifact was opened.
         """
-        root = _open_root(self.root)
+        root = reading.open_root(self.root)
         try:
-            data = _read_index(root, path)
+            data = reading.read_index(root, path)
             if path == manifest.MANIFEST:
                 same = manifest.read_manifest(data) == self.manifest
             else:
                 reports = manifest.read_reports(data, self.digest).files
                 same = reports == dict(self.reports)
         except (ArtifactError, ResourceError) as exc:
-            raise _located(self.root, exc) from exc.__cause__
+            raise reading.located(self.root, exc) from exc.__cause__
         finally:
             os.close(root)
         if not same:
             raise DigestError(
                 f"artifact {self.root}: {path} has changed since it was opened",
-                hint=_AGAIN,
+                hint=reading.AGAIN,
                 path=path,
             )
         return data
@@ -178,7 +161,7 @@ class Artifact:
         try:
             schema.validate(kind, self.json(path), path)
         except ArtifactError as exc:
-            raise _located(self.root, exc) from exc.__cause__
+            raise reading.located(self.root, exc) from exc.__cause__
 
     def _listed(self, path: str) -> File:
         file = self.manifest.files.get(path) or self.reports.get(path)
@@ -188,16 +171,6 @@ class Artifact:
                 path=path,
             )
         return file
-
-
-class _Problem(NamedTuple):
-    kind: type[ArtifactError]
-    path: str
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: expected {self.expected}, found {self.found}"
 
 
 def open_artifact(path: str | os.PathLike[str]) -> Artifact:
@@ -230,31 +203,31 @@ def open_approved(path: str | os.PathLike[str], approve: Approve | None) -> Arti
     """
     while True:
         root = Path(os.path.realpath(path))
-        descriptor = _open_root(root)
+        descriptor = reading.open_root(root)
         try:
             return _open_verified(root, descriptor, approve)
         except (ArtifactError, ResourceError) as exc:
             # A build that finished meanwhile has put another artifact in this place.
-            if not _replaced(root, descriptor):
-                raise _located(root, exc) from exc.__cause__
+            if not reading.was_replaced(root, descriptor):
+                raise reading.located(root, exc) from exc.__cause__
         finally:
             os.close(descriptor)
 
 
 def _open_verified(root: Path, descriptor: int, approve: Approve | None) -> Artifact:
-    index = _read_index(descriptor, manifest.MANIFEST)
+    index = reading.read_index(descriptor, manifest.MANIFEST)
     listing = approved_manifest(
         index, approve and (lambda digest: approve(root, digest))
     )
     own = {manifest.MANIFEST}
     reports: Mapping[str, File] = {}
-    if _is_folder(descriptor, manifest.REPORTS.rstrip("/")):
-        data = _read_index(descriptor, manifest.REPORTS_INDEX)
+    if reading.is_folder(descriptor, manifest.REPORTS.rstrip("/")):
+        data = reading.read_index(descriptor, manifest.REPORTS_INDEX)
         reports = manifest.read_reports(data, listing.digest).files
         own.add(manifest.REPORTS_INDEX)
-    kept, problems = _verify_tree(descriptor, {**listing.files, **reports}, own)
+    kept, problems = reading.verify_tree(descriptor, {**listing.files, **reports}, own)
     if problems:
-        raise _joined(problems)
+        raise reading.joined(problems)
     return Artifact(root, listing, reports, kept)
 
 
@@ -275,268 +248,6 @@ def approved_manifest(data: bytes, approve: Callable[[str], None] | None) -> Man
     return listing
 
 
-# --- Reading files -----------------------------------------------------------------
-
-
-def _open_root(root: Path) -> int:
-    try:
-        return os.open(root, _FOLDER_FLAGS)
-    except FileNotFoundError as exc:
-        raise ManifestError(
-            f"no artifact at {root}: expected a directory, found nothing",
-            hint="Build one with `compilekit build CONFIG -o DIR`, or check the path.",
-            path=str(root),
-        ) from exc
-    except NotADirectoryError as exc:
-        raise ManifestError(
-            f"no artifact at {root}: expected a directory, found a file",
-            hint="Give the directory that `compilekit build` wrote.",
-            path=str(root),
-        ) from exc
-    except OSError as exc:
-        raise _unreadable(str(root), exc) from exc
-
-
-def _replaced(root: Path, descriptor: int) -> bool:
-    try:
-        here = os.stat(root)
-    except OSError:
-        return False
-    opened = os.fstat(descriptor)
-    return (here.st_dev, here.st_ino) != (opened.st_dev, opened.st_ino)
-
-
-def _read_index(root: int, path: str) -> bytes:
-    """The bytes of one of the two files that no other file vouches for."""
-    name = path
-    folder = root
-    if "/" in path:
-        parent, name = path.split("/")
-        folder = _open_at(root, parent, _FOLDER_FLAGS, path)
-    try:
-        descriptor = _open_at(folder, name, _FILE_FLAGS, path)
-    finally:
-        if folder != root:
-            os.close(folder)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise UnsafePathError(
-                f"{path}: expected a plain file, found {_kind(status.st_mode)}",
-                path=path,
-            )
-        if status.st_size > MAX_INDEX_BYTES:
-            raise ManifestError(
-                f"{path}: expected at most {MAX_INDEX_BYTES} bytes, found"
-                f" {status.st_size}",
-                path=path,
-            )
-        return _read_all(descriptor, status.st_size)
-    except OSError as exc:
-        raise _unreadable(path, exc) from exc
-    finally:
-        os.close(descriptor)
-
-
-def _open_at(folder: int, name: str, flags: int, path: str) -> int:
-    try:
-        return os.open(name, flags, dir_fd=folder)
-    except FileNotFoundError as exc:
-        raise ManifestError(
-            f"{path}: expected a file, found nothing",
-            hint=_NO_ARTIFACT if path == manifest.MANIFEST else "",
-            path=path,
-        ) from exc
-    except OSError as exc:
-        mode = _mode(folder, name)
-        if mode is not None and not stat.S_ISREG(mode):
-            raise UnsafePathError(
-                f"{path}: expected a plain file, found {_kind(mode)}", path=path
-            ) from exc
-        raise _unreadable(path, exc) from exc
-
-
-def read_beside(path: Path, most: int) -> bytes:
-    """A record that lies beside an artifact, which nothing vouches for.
-
-    Args:
-        most: Its size in bytes, at most.
-    Raises:
-        OSError: It isn't there, no plain file, larger, or can't be read.
-    """
-    with open_plain(path) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        data = b"" if size > most else _read_all(stream.fileno(), size)
-        if max(size, len(data)) > most:
-            raise OSError(errno.EFBIG, f"expected at most {most} bytes", path)
-        return data
-
-
-def open_plain(path: Path) -> IO[bytes]:
-    """Open a file that lies outside any artifact; a pipe must not hang a start.
-
-    Raises:
-        OSError: It isn't there, is no plain file, or can't be read.
-    """
-    # Not _FILE_FLAGS: whoever owns the folder may put a link there.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, f"expected a plain file, found {_kind(mode)}", path)
-
-
-def _read_below(root: int, path: str, file: File) -> bytes:
-    """Read one listed file, one folder at a time; its bytes must be the listed ones."""
-    *folders, name = path.split("/")
-    opened = [root]
-    try:
-        for part in folders:
-            opened.append(_open_at(opened[-1], part, _FOLDER_FLAGS, path))
-        read = _verify_file(opened[-1], name, path, file, keep=True)
-    finally:
-        for descriptor in opened[1:]:
-            os.close(descriptor)
-    if isinstance(read, _Problem):
-        raise _joined([read])
-    return read
-
-
-def _verify_tree(
-    root: int, listed: Mapping[str, File], own: set[str]
-) -> tuple[dict[str, bytes], list[_Problem]]:
-    """Verify all files below a folder; returns the bytes that are kept."""
-    folders = {parent for path in (*listed, *own) for parent in manifest.parents(path)}
-    kept: dict[str, bytes] = {}
-    seen: set[str] = set()
-    problems: list[_Problem] = []
-
-    def walk(folder: int, prefix: str) -> None:
-        with os.scandir(folder) as found:
-            for item in sorted(found, key=lambda item: item.name):
-                path = prefix + item.name
-                if path in listed:
-                    seen.add(path)
-                    keep = path.startswith("programs/")
-                    file = listed[path]
-                    read = _verify_file(folder, item.name, path, file, keep=keep)
-                    if isinstance(read, _Problem):
-                        problems.append(read)
-                    elif keep:
-                        kept[path] = read
-                elif path in folders and item.is_dir(follow_symlinks=False):
-                    inner = os.open(item.name, _FOLDER_FLAGS, dir_fd=folder)
-                    try:
-                        walk(inner, path + "/")
-                    finally:
-                        os.close(inner)
-                elif path in folders:
-                    kind = _kind(item.stat(follow_symlinks=False).st_mode)
-                    problems.append(_Problem(UnsafePathError, path, "a folder", kind))
-                elif path not in own:
-                    mode = item.stat(follow_symlinks=False).st_mode
-                    plain = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-                    error = ManifestError if plain else UnsafePathError
-                    expected = "nothing (it isn't listed)"
-                    problems.append(_Problem(error, path, expected, _kind(mode)))
-
-    try:
-        walk(root, "")
-    except OSError as exc:
-        raise _unreadable(str(exc.filename or "the artifact"), exc) from exc
-    for path in sorted(listed.keys() - seen):
-        problems.append(
-            _Problem(DigestError, path, f"sha256 {listed[path].sha256}", "no file")
-        )
-    return kept, problems
-
-
-def _verify_file(
-    folder: int, name: str, path: str, file: File, *, keep: bool
-) -> bytes | _Problem:
-    """Read a file once; compare kind, size and digest.
-
-    Returns:
-        What is wrong with it; else its bytes if `keep`, and nothing if not.
-    """
-    wanted = f"sha256 {file.sha256}"
-    try:
-        descriptor = os.open(name, _FILE_FLAGS, dir_fd=folder)
-    except FileNotFoundError:
-        return _Problem(DigestError, path, wanted, "no file")
-    except OSError as exc:
-        mode = _mode(folder, name)
-        if mode is None or stat.S_ISREG(mode):
-            raise _unreadable(path, exc) from exc
-        return _Problem(UnsafePathError, path, "a plain file", _kind(mode))
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            kind = _kind(status.st_mode)
-            return _Problem(UnsafePathError, path, "a plain file", kind)
-        if status.st_size != file.size:
-            found = f"{status.st_size} bytes"
-            return _Problem(DigestError, path, f"{file.size} bytes", found)
-        if keep or file.size <= _CHUNK:
-            data = _read_all(descriptor, file.size)
-            digest = hashlib.sha256(data).hexdigest()
-        else:
-            data = b""
-            digest = _hash_all(descriptor)
-    except OSError as exc:
-        raise _unreadable(path, exc) from exc
-    finally:
-        os.close(descriptor)
-    if digest != file.sha256:
-        return _Problem(DigestError, path, wanted, f"sha256 {digest}")
-    return data if keep else b""
-
-
-def _read_all(descriptor: int, size: int) -> bytes:
-    data = os.read(descriptor, size + 1)
-    if len(data) == size:
-        return data
-    parts = [data]
-    while more := os.read(descriptor, _CHUNK):
-        parts.append(more)
-    return b"".join(parts)
-
-
-def _hash_all(descriptor: int) -> str:
-    digest = hashlib.sha256()
-    buffer = bytearray(_CHUNK)
-    view = memoryview(buffer)
-    while count := os.readv(descriptor, [buffer]):
-        digest.update(view[:count])
-    return digest.hexdigest()
-
-
-def _mode(folder: int, name: str) -> int | None:
-    try:
-        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-    except OSError:
-        return None
-
-
-def _is_folder(root: int, name: str) -> bool:
-    mode = _mode(root, name)
-    return mode is not None and stat.S_ISDIR(mode)
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISLNK(mode):
-        return "a symbolic link"
-    if stat.S_ISDIR(mode):
-        return "a folder"
-    if stat.S_ISREG(mode):
-        return "a file"
-    return "a device, pipe or socket"
-
-
-# --- Parsing what was read ---------------------------------------------------------
-
-
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -555,7 +266,7 @@ class _Parsed(Mapping[Key, Value]):
             try:
                 self._values[key] = parse()
             except ArtifactError as exc:
-                raise _located(self._root, exc) from exc.__cause__
+                raise reading.located(self._root, exc) from exc.__cause__
         return self._values[key]
 
     def __iter__(self) -> Iterator[Key]:
@@ -661,54 +372,3 @@ def _exists(path: str, what: str, listing: Manifest, folder: str, digest: str) -
 def _same(path: str, field: str, expected: object, found: object) -> None:
     if expected != found:
         manifest.refuse(f"{field}: expected {expected!r}, found {found!r}", path)
-
-
-# --- Errors ------------------------------------------------------------------------
-
-
-def _located(
-    root: Path, error: ArtifactError | ResourceError
-) -> ArtifactError | ResourceError:
-    """The same error, saying which artifact it is about."""
-    return type(error)(
-        f"artifact {root}: {error.message}",
-        hint=error.hint or _AGAIN,
-        **{**error.fields, "artifact": str(root)},
-    )
-
-
-def _joined(problems: list[_Problem]) -> ArtifactError:
-    """One error for all problems, of the gravest class among them."""
-    kinds = {problem.kind for problem in problems}
-    order = (UnsafePathError, ManifestError, DigestError)
-    kind = next(one for one in order if one in kinds)
-    first = next(problem for problem in problems if problem.kind is kind)
-    text = str(first)
-    if len(problems) > 1:
-        shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
-        more = len(problems) - _SHOWN
-        rest = f"\n  and {more} more" if more > 0 else ""
-        text = f"{len(problems)} files are wrong{shown}{rest}"
-    return kind(
-        text,
-        path=first.path,
-        expected=first.expected,
-        found=first.found,
-        problems=[
-            {
-                "error": problem.kind.__name__,
-                "path": problem.path,
-                "expected": problem.expected,
-                "found": problem.found,
-            }
-            for problem in problems
-        ],
-    )
-
-
-def _unreadable(path: str, exc: OSError) -> ResourceError:
-    return ResourceError(
-        f"{path} can't be read: {exc.strerror}",
-        hint="Check the file's owner and mode, and the disk.",
-        path=path,
-    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from compilekit import results
-from compilekit.artifact import canonical, schema, store
+from compilekit.artifact import canonical, reading, schema
 from compilekit.artifact.store import Artifact
 from compilekit.errors import ArtifactError, ResourceError
 from compilekit.results import BucketVerified
@@ -93,7 +93,7 @@ def read_verification(artifact: Artifact) -> tuple[Verification | None, str]:
     """
     path = verification_path(artifact)
     try:
-        data = store.read_beside(path, MAX_BYTES)
+        data = reading.read_beside(path, MAX_BYTES)
     except FileNotFoundError:
         return None, f"there is no record at {path}"
     except OSError as exc:

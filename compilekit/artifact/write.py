@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from compilekit.artifact import canonical, manifest, store
+from compilekit.artifact import canonical, manifest, reading, store
 from compilekit.artifact.manifest import Manifest, parents
 from compilekit.artifact.store import Artifact
 from compilekit.errors import ManifestError, ResourceError
@@ -150,7 +150,7 @@ def _listed_files(out: Path) -> set[str]:
     listed: set[str] = set()
     for index in (manifest.MANIFEST, manifest.REPORTS_INDEX):
         try:
-            data = store.read_beside(out / index, store.MAX_INDEX_BYTES)
+            data = reading.read_beside(out / index, reading.MAX_INDEX_BYTES)
             fields = canonical.decode(data, index)
         except (OSError, ManifestError):
             continue

@@ -8,20 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import marshal
-import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from compilekit import paths
 from compilekit._torch import capture as dynamo
-from compilekit._torch.breaks import describe_break, describe_place, place_of_error
-from compilekit._torch.fake import FakeTensor, fake_mode_of
+from compilekit._torch.breaks import describe_break, place_of_error
+from compilekit._torch.fake import FakeTensor
 from compilekit._torch.lower import (
     CppSource,
     Lowered,
@@ -30,7 +26,6 @@ from compilekit._torch.lower import (
     mode_options,
     program_options,
 )
-from compilekit._torch.ops import operator_origin
 from compilekit._torch.runtime import memory_order
 from compilekit._torch.triton_kernels import (
     NotStaticError,
@@ -42,35 +37,29 @@ from compilekit.artifact.program import (
     Constant,
     Entry,
     GraphInput,
-    InputRule,
-    Parameter,
     Program,
 )
-from compilekit.compiler import convention, hugging_face
+from compilekit.compiler import convention, hugging_face, side_effects
 from compilekit.compiler.attention import Attention, attention_from, counted, hold_gate
 from compilekit.compiler.causal import pass_causality
-from compilekit.compiler.examples import example_kwargs
+from compilekit.compiler.entry import describe_entry, refuse_unfit
+from compilekit.compiler.failures import explained, nothing_compiled, summary
 from compilekit.compiler.freezing import FrozenWeights
-from compilekit.compiler.harvest import HostCode, host_code
-from compilekit.compiler.models import entry_callable
+from compilekit.compiler.harvest import host_code
+from compilekit.compiler.sources import Place
+from compilekit.compiler.traced_call import fake_device, traced_call
 from compilekit.compiler.tuning import Tuning
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import (
-    FOREIGN_ERRORS,
     CaptureError,
-    ConfigError,
     GraphBreakError,
     UnsupportedByProgramError,
 )
 from compilekit.plan import Bucket
-from compilekit.runtime.code import code_digest, find_functions, function_digest
 from compilekit.runtime.model import (
-    ModelView,
     ambient,
-    module_mismatches,
     tensor_spec,
 )
-from compilekit.runtime.result import class_name
 from compilekit.targets import Target
 
 OnStage = Callable[[str, float], None]
@@ -130,7 +119,7 @@ def compile_bucket(
     """
     dynamo.reset()
     began = time.perf_counter()
-    call = _call(model, config, entry, bucket, fake_device(target))
+    call = traced_call(model, config, entry, bucket, fake_device(target))
     entry, kwargs, function = call.entry, call.kwargs, call.function
     with _ambient_kept(), call.around:
         captured = _capture(function, model, kwargs, target, config)
@@ -138,10 +127,10 @@ def compile_bucket(
         asked: list[tuple[str, str]] = []
         with attention_from(config.compile.attention):
             stand_ins = _run_graph(captured, asked)
-        before = convention.snapshot(captured, model, kwargs)
-        with _explained("Dynamo's own bytecode can't be run around the graph"):
+        before = side_effects.snapshot(captured, model, kwargs)
+        with explained("Dynamo's own bytecode can't be run around the graph"):
             value = dynamo.replay(captured, function, (model, kwargs), stand_ins)
-        convention.refuse_side_effects(captured, model, kwargs, before)
+        side_effects.refuse_side_effects(captured, model, kwargs, before)
     attention = counted(asked)
     warning = hold_gate(attention, config.gates.math_attention)
     on_stage("capture", time.perf_counter() - began)
@@ -168,7 +157,7 @@ def compile_bucket(
         id(example): place
         for example, place in zip(captured.example_inputs, places, strict=True)
     }
-    code = _header(config, entry, bucket, target) + host.code
+    code = _header(entry, bucket, target) + host.code
     constants = {
         name: _constant(name, lowered.constants[name]) for name in host.constants
     }
@@ -179,14 +168,22 @@ def compile_bucket(
             bucket=bucket.name,
             axes=dict(bucket.axes),
             inputs=_inputs(captured, places, lowered),
-            outputs=convention.outputs(captured, stand_ins, 0),
+            outputs=convention.outputs(captured, stand_ins),
             result=convention.result(value, stand_ins, model, kwargs, live),
             kernels={},
             constants={name: constant for name, (constant, _) in constants.items()},
             externs=host.externs,
         ),
-        entry=_entry(
-            model, config, call, target, captured, places, lowered, host, weights
+        entry=describe_entry(
+            model,
+            config,
+            target,
+            call,
+            captured,
+            places,
+            lowered,
+            host.operators,
+            weights,
         ),
         code=code,
         bytecode=_bytecode(code),
@@ -203,7 +200,7 @@ def compile_bucket(
         attention=attention,
         warning=warning,
     )
-    _refuse_unfit(model, compiled.entry)
+    refuse_unfit(model, compiled.entry)
     on_stage("harvest", time.perf_counter() - began)
     return compiled
 
@@ -217,7 +214,7 @@ def capture_bucket(
 ) -> dynamo.Capture:
     """Capture a bucket as `compile_bucket` does, for whoever runs the graph itself."""
     dynamo.reset()
-    call = _call(model, config, entry, bucket, fake_device(target))
+    call = traced_call(model, config, entry, bucket, fake_device(target))
     with _ambient_kept(), call.around:
         captured = _capture(call.function, model, call.kwargs, target, config)
     _ready(captured, entry)
@@ -233,11 +230,6 @@ def _ready(captured: dynamo.Capture, entry: EntryConfig) -> None:
         generate.store_tables(captured.graph)
 
 
-def has_own_kernels(config: Config, entry: EntryConfig, device: str) -> bool:
-    """Whether an entry's products of few rows are our own kernels'."""
-    return bool(entry.role) and config.compile.decode_kernels and device != "cpu"
-
-
 def inductor_options(config: Config) -> dict[str, Any]:
     """Inductor's options: of the mode, the configuration's, and those we force."""
     return {
@@ -245,99 +237,6 @@ def inductor_options(config: Config) -> dict[str, Any]:
         **config.compile.options,
         **program_options(config.compile.threads),
     }
-
-
-class _Call(NamedTuple):
-    """The call that one bucket is compiled from.
-
-    Attributes:
-        entry: The entry; one of ``[generate]``'s with the cache among its inputs.
-        kwargs: Fake arguments.
-        function: What is traced, as ``function(model, kwargs)``.
-        around: Held while it is traced.
-        output: See `Entry.output`.
-        own_kernels: Whether products of few rows are our own kernels'.
-    """
-
-    entry: EntryConfig
-    kwargs: dict[str, Any]
-    function: Callable[..., Any]
-    around: contextlib.AbstractContextManager[None]
-    output: str = ""
-    own_kernels: bool = False
-
-
-def _call(
-    model: torch.nn.Module,
-    config: Config,
-    entry: EntryConfig,
-    bucket: Bucket,
-    device: str,
-) -> _Call:
-    mode = fake_mode_of(model)
-    if entry.role:
-        # It imports transformers, which no other entry needs.
-        from compilekit.compiler import generate
-
-        with _explained("the model can't be run on fake tensors"):
-            causal = generate.describe(model)
-        own_kernels = has_own_kernels(config, entry, device)
-        function = generate.STEPS[entry.role]
-        attention = generate.attention_on(device, config.compile.attention)
-        if own_kernels and entry.role == "decode":
-            # It imports Triton, which torch's CPU wheel lacks.
-            from compilekit.compiler import decode_kernels
-
-            function = decode_kernels.decode
-            attention = decode_kernels.token_attention(attention)
-        return _Call(
-            entry=generate.with_cache(entry, causal),
-            kwargs=generate.example(config, entry, bucket, causal, mode, device),
-            function=function,
-            around=generate.grouped(model, attention),
-            output=causal.output,
-            own_kernels=own_kernels,
-        )
-    with _explained("the example call can't be made of fake tensors"):
-        kwargs = example_kwargs(config, entry, bucket, fake=mode, device=device)
-    _refuse_signature(model, entry, kwargs)
-    function = convention.entry_function(entry.method)
-    return _Call(entry, kwargs, function, contextlib.nullcontext())
-
-
-def _refuse_signature(
-    model: torch.nn.Module, entry: EntryConfig, kwargs: Mapping[str, Any]
-) -> None:
-    """Refuse arguments that the method doesn't take by name.
-
-    Raises:
-        UnsupportedByProgramError: one of them is positional only, or ``*args``.
-        ConfigError: the method is missing, or takes other arguments.
-    """
-    method = entry_callable(model, entry)
-    function = model.forward if method is model else method
-    signature = inspect.signature(function)
-    name = f"{type(model).__name__}.{entry.method}"
-    for parameter in signature.parameters.values():
-        if parameter.name in kwargs and parameter.kind in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.VAR_POSITIONAL,
-        ):
-            star = "*" * (parameter.kind is inspect.Parameter.VAR_POSITIONAL)
-            raise UnsupportedByProgramError(
-                f"{name} takes {star}{parameter.name} by position only, and a program's"
-                " inputs have names",
-                hint="Give the method named parameters, or wrap it in one that has.",
-                thing=parameter.name,
-            )
-    taken = ", ".join(signature.parameters)
-    try:
-        signature.bind(**kwargs)
-    except TypeError as exc:
-        raise ConfigError(
-            f"[entries.{entry.name}] doesn't fit {name}({taken}): {exc}",
-            hint="Declare what the call passes in [entries.NAME.inputs] or kwargs.",
-        ) from exc
 
 
 @contextlib.contextmanager
@@ -363,11 +262,6 @@ def _ambient_kept() -> Iterator[None]:
             hint="Set it at start, before attach.",
             thing=", ".join(changed),
         )
-
-
-def fake_device(target: Target) -> str:
-    """The device that fake tensors pretend to be on."""
-    return "cuda:0" if target.kind == "cuda" else "cpu"
 
 
 def _triton_kernels(lowered: Lowered) -> dict[str, TritonKernel]:
@@ -406,7 +300,7 @@ def _capture(
             reason=str(exc).strip(),
         ) from exc
     if captured is None or not dynamo.operations(captured):
-        raise _nothing_compiled()
+        raise nothing_compiled()
     foreign = dynamo.foreign_device(captured, target.kind)
     if foreign is not None:
         kind = target.kind.upper()
@@ -424,50 +318,8 @@ def _capture(
 def _traced(
     function: Any, model: torch.nn.Module, kwargs: Mapping[str, Any]
 ) -> dynamo.Capture | None:
-    with _explained("the call can't be traced"):
+    with explained("the call can't be traced"):
         return dynamo.capture_call(function, (model, dict(kwargs)))
-
-
-def _nothing_compiled() -> CaptureError:
-    return CaptureError(
-        "the call compiled to nothing: no tensor operation was captured",
-        hint="Is the method right? A forward that torch.compiler.disable covers, or"
-        " that only returns its inputs, has nothing to compile.",
-    )
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn what torch or the model raises into an error that says what failed.
-
-    A graph break passes: it has a class of its own.
-    """
-    try:
-        yield
-    except dynamo.CaptureUnsupported:
-        raise
-    except FOREIGN_ERRORS as exc:
-        place = describe_place(place_of_error(exc))
-        where = f" ({place})" if place else ""
-        summary = _summary(exc)
-        if re.search(r"\bdevices?\b.*\bmeta\b", summary):
-            # Models are made on the meta device; what make_fake found isn't there now.
-            raise UnsupportedByProgramError(
-                f"the call uses a tensor that was made with the model and that isn't"
-                f" below it{where}",
-                hint="A closure or another object holds it: use register_buffer.",
-                thing=place,
-            ) from exc
-        raise CaptureError(
-            f"{what}: {type(exc).__name__}: {summary}{where}",
-            hint="The bucket's log holds the traceback.",
-        ) from exc
-
-
-def _summary(exc: BaseException | None) -> str:
-    """The first lines of a message: torch's go on with advice and developer notes."""
-    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
-    return " ".join(lines[:2])[:400] or "no message"
 
 
 def _run_graph(
@@ -501,7 +353,7 @@ def _run_graph(
             )
         raise CaptureError(
             f"{exc.operation}{where} can't be run on fake tensors, so its outputs can't"
-            f" be described: {_summary(exc.__cause__)}",
+            f" be described: {summary(exc.__cause__)}",
             hint=hint,
         ) from exc
     convention.refuse_reshaped(captured, before)
@@ -516,10 +368,10 @@ def _lower(
     weights: Mapping[int, torch.Tensor],
 ) -> Lowered:
     try:
-        with _explained("Inductor can't compile the graph"):
+        with explained("Inductor can't compile the graph"):
             return lower(captured, options, target.simd_width, tuned, weights)
     except NothingLowered as exc:
-        raise _nothing_compiled() from exc
+        raise nothing_compiled() from exc
 
 
 def _refuse_wrappers(lowered: Lowered, input_count: int) -> None:
@@ -536,7 +388,7 @@ def _refuse_wrappers(lowered: Lowered, input_count: int) -> None:
         )
 
 
-def _header(config: Config, entry: EntryConfig, bucket: Bucket, target: Target) -> str:
+def _header(entry: EntryConfig, bucket: Bucket, target: Target) -> str:
     return (
         f'"""Inductor\'s output code: {entry.name} {bucket.name} for {target.name}.\n\n'
         "``call(args)`` takes the graph inputs of program.json in order (and empties\n"
@@ -584,7 +436,7 @@ def _constant(name: str, tensor: torch.Tensor) -> tuple[Constant, bytes]:
 
 
 def _inputs(
-    captured: dynamo.Capture, places: tuple[convention.Place, ...], lowered: Lowered
+    captured: dynamo.Capture, places: tuple[Place, ...], lowered: Lowered
 ) -> tuple[GraphInput, ...]:
     return tuple(
         GraphInput(
@@ -598,154 +450,3 @@ def _inputs(
             zip(places, captured.example_inputs, strict=True)
         )
     )
-
-
-def _refuse_unfit(model: torch.nn.Module, entry: Entry) -> None:
-    """Refuse a model that its own program couldn't be attached to.
-
-    Raises:
-        UnsupportedByProgramError: names the hooks and replaced methods.
-    """
-    found = [
-        f"{m.factor}: {m.here}" for m in module_mismatches(ModelView(model), entry)
-    ]
-    if found:
-        raise UnsupportedByProgramError(
-            f"the model has what attach would refuse: {'; '.join(found)}. A program"
-            " doesn't call submodules",
-            hint="Write it into the submodule's class, or its caller.",
-            thing="; ".join(found),
-        )
-
-
-def _entry(
-    model: torch.nn.Module,
-    config: Config,
-    call: _Call,
-    target: Target,
-    captured: dynamo.Capture,
-    places: tuple[convention.Place, ...],
-    lowered: Lowered,
-    host: HostCode,
-    weights: FrozenWeights | None,
-) -> Entry:
-    entry, kwargs = call.entry, call.kwargs
-    used_axes = {
-        size
-        for rule in entry.inputs.values()
-        for size in rule.shape
-        if size in config.axes
-    }
-    tensors = {
-        place.path: tensor_spec(example)
-        for place, example in zip(places, captured.example_inputs, strict=True)
-        if place.kind == "tensor"
-    }
-    return Entry(
-        name=entry.name,
-        target=target.name,
-        method=entry.method,
-        axes=tuple(axis for axis in config.axes if axis in used_axes),
-        signature=_signature(model, entry),
-        inputs=_rules(entry, kwargs),
-        fixed=_fixed(entry, kwargs),
-        cuts={
-            path: {str(dim): axis for dim, axis in rule.cut.items()}
-            for path, rule in entry.outputs.items()
-        },
-        tensors=dict(sorted(tensors.items())),
-        frozen=weights.digests(places[index].path for index in lowered.frozen)
-        if weights
-        else {},
-        aliases=convention.alias_groups(model),
-        reads=convention.reads(captured, model, kwargs),
-        code=_traced_code(captured),
-        ambient=ambient(),
-        training=model.training,
-        mutates_model=any(places[index].kind == "tensor" for index in lowered.mutated),
-        custom_ops={name: operator_origin(name) for name in host.operators},
-        role=entry.role,
-        output=call.output,
-    )
-
-
-def _rules(entry: EntryConfig, kwargs: Mapping[str, Any]) -> dict[str, InputRule]:
-    """The configured rules, and exact ones for tensors that only `example` makes."""
-    rules = {
-        paths.render(paths.parse(path)): InputRule(
-            rule.dtype, rule.shape, rule.pad, rule.default, rule.low, rule.high
-        )
-        for path, rule in entry.inputs.items()
-    }
-    for path, tensor in convention.argument_tensors(kwargs):
-        if path not in rules:
-            spec = tensor_spec(tensor)
-            rules[path] = InputRule(spec.dtype, spec.shape)
-    return dict(sorted(rules.items()))
-
-
-def _fixed(entry: EntryConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    fixed = {}
-    for path, value in convention.argument_leaves(kwargs):
-        if isinstance(value, torch.Tensor):
-            continue
-        plain = value is None or type(value) in (bool, int, float, str)
-        if not (plain and convention.is_json(value)):
-            raise UnsupportedByProgramError(
-                f"argument {path} is a {class_name(type(value))}"
-                f"{f' ({value})' if plain else ''}, which a program can't take",
-                hint="Pass tensors, scalars, and dicts, lists, tuples or dataclasses"
-                " of them.",
-                thing=path,
-            )
-        fixed[path] = value
-    return fixed
-
-
-_KINDS = {
-    inspect.Parameter.POSITIONAL_ONLY: "positional",
-    inspect.Parameter.POSITIONAL_OR_KEYWORD: "positional",
-    inspect.Parameter.KEYWORD_ONLY: "keyword",
-    inspect.Parameter.VAR_POSITIONAL: "args",
-    inspect.Parameter.VAR_KEYWORD: "kwargs",
-}
-
-
-def _signature(model: torch.nn.Module, entry: EntryConfig) -> tuple[Parameter, ...]:
-    signature = inspect.signature(getattr(model, entry.method))
-    parameters = []
-    for parameter in signature.parameters.values():
-        default = parameter.default
-        scalar = default is None or type(default) in (bool, int, float, str)
-        parameters.append(
-            Parameter(
-                name=parameter.name,
-                kind=_KINDS[parameter.kind],
-                required=default is inspect.Parameter.empty
-                and parameter.kind
-                not in (
-                    inspect.Parameter.VAR_POSITIONAL,
-                    inspect.Parameter.VAR_KEYWORD,
-                ),
-                default=default if scalar else None,
-            )
-        )
-    return tuple(parameters)
-
-
-# Their versions are factors already, and their functions aren't the model's.
-_NOT_TRACED = frozenset({"torch", "compilekit", *sys.stdlib_module_names})
-
-
-def _traced_code(captured: dynamo.Capture) -> dict[str, str]:
-    """Digest of every traced function outside torch that can be found by name."""
-    digests = {}
-    for name, code in dynamo.traced_functions(captured):
-        package = name.partition(":")[0].split(".")[0]
-        if "<locals>" in name or package in _NOT_TRACED:
-            continue
-        found = {code_digest(f.__code__): f for f in find_functions(name)}
-        function = found.get(code_digest(code))
-        if function is not None:
-            digests[name] = function_digest(function)
-    return dict(sorted(digests.items()))

@@ -2,21 +2,18 @@
 
 Lifecycle:
     1. `inputs` turns Dynamo's source of each placeholder into a path below the model or
-       the arguments, and the model's other names of the same tensor into aliases.
+       the arguments (sources.py).
     2. `outputs` runs the graph on fake tensors and tells fresh results from inputs
        passed through and from views of inputs.
     3. `result` runs Dynamo's own bytecode once around stand-in outputs and describes
        the caller's output object as a tree.
-    4. `reads` keeps the Python values that the graph depends on.
 
 What can't be described is refused by name: see docs/unsupported.md.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,20 +23,12 @@ import torch
 from compilekit import paths
 from compilekit._torch import capture as dynamo
 from compilekit._torch.runtime import same_storage, storage_id
-from compilekit.artifact.program import GraphOutput, Read
+from compilekit.artifact.program import GraphOutput
+from compilekit.compiler.reads import is_json
+from compilekit.compiler.sources import Place, locate, readable
 from compilekit.errors import UnsupportedByProgramError
-from compilekit.runtime.model import FUNCTIONS, is_shown, shown, tensor_spec
+from compilekit.runtime.model import tensor_spec
 from compilekit.runtime.result import class_name, join
-
-MODEL, ARGUMENTS = "model", "kwargs"
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a graph input comes from: ``tensor`` (of the model) or ``argument``."""
-
-    kind: str
-    path: str
 
 
 def entry_function(method: str) -> Callable[..., Any]:
@@ -78,113 +67,6 @@ def inputs(capture: dynamo.Capture) -> tuple[Place, ...]:
     return tuple(places)
 
 
-def locate(source: str) -> Place | None:
-    """Turn a Dynamo source expression into a place, or None if it lies elsewhere.
-
-    ``L['model']._modules['fc']._parameters['weight']`` is ``fc.weight`` of the model,
-    ``L['kwargs']['batch']['x']`` is the argument path ``batch["x"]``.
-    """
-    steps = _steps(source)
-    if steps is None or len(steps) < 3 or steps[0] != "L":
-        return None
-    root, rest = steps[1], steps[2:]
-    if root == (ARGUMENTS,):
-        name, *below = rest
-        if isinstance(name, str) or not isinstance(name[0], str):
-            return None
-        return Place("argument", paths.render((name[0], *below)))
-    if root == (MODEL,):
-        return Place("tensor", paths.render(_without_registries(rest)))
-    return None
-
-
-_REGISTRIES = ("_modules", "_parameters", "_buffers", "__dict__")
-
-
-def _without_registries(steps: tuple[paths.Step, ...]) -> tuple[paths.Step, ...]:
-    """``_modules["fc"]`` → ``fc``: registries are only how nn.Module stores it."""
-    kept: list[paths.Step] = []
-    index = 0
-    while index < len(steps):
-        step = steps[index]
-        if step in _REGISTRIES and index + 1 < len(steps):
-            key = steps[index + 1]
-            if isinstance(key, tuple) and isinstance(key[0], str):
-                kept.append(key[0])
-                index += 2
-                continue
-        kept.append(step)
-        index += 1
-    return tuple(kept)
-
-
-def _steps(source: str) -> tuple[paths.Step, ...] | None:
-    """The names and keys of an expression made of attributes and subscripts only."""
-    try:
-        node: ast.expr = ast.parse(source, mode="eval").body
-    except SyntaxError:
-        return None
-    steps: list[paths.Step] = []
-    while True:
-        if isinstance(node, ast.Attribute):
-            steps.append(node.attr)
-            node = node.value
-        elif isinstance(node, ast.Subscript):
-            key = node.slice
-            if not isinstance(key, ast.Constant) or not isinstance(
-                key.value, (str, int)
-            ):
-                return None
-            steps.append((key.value,))
-            node = node.value
-        elif isinstance(node, ast.Name):
-            steps.append(node.id)
-            return tuple(reversed(steps))
-        else:
-            return None
-
-
-def readable(source: str) -> str:
-    """A Dynamo source as users write it: ``model.state``, ``x``, ``module:TABLE``."""
-    steps = _steps(source)
-    if steps is None or len(steps) < 2:
-        return source
-    root, first, *below = steps
-    name = first if isinstance(first, str) else str(first[0])
-    rest = _without_registries(tuple(below))
-    if root == "L" and name == ARGUMENTS and below:
-        keyword, *inner = below
-        word = keyword if isinstance(keyword, str) else str(keyword[0])
-        return paths.render((word, *inner))
-    module = module_of_alias(name)
-    if root == "G" and module is not None:
-        return f"{module}:{paths.render(rest)}"
-    return paths.render((name, *rest))
-
-
-def module_of_alias(name: str) -> str | None:
-    """``__import_a_dot_b`` → ``a.b``; None if it isn't Dynamo's alias of a module."""
-    prefix = "__import_"
-    if not name.startswith(prefix):
-        return None
-    return name.removeprefix(prefix).replace("_dot_", ".")
-
-
-def alias_groups(model: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of names under which the model holds one and the same tensor."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in _all_tensors(model):
-        names.setdefault(id(tensor), []).append(name)
-    return tuple(sorted(tuple(sorted(g)) for g in names.values() if len(g) > 1))
-
-
-def _all_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-
-
 def layouts(capture: dynamo.Capture) -> tuple[Any, ...]:
     """Where each graph input's elements lie, to be compared by `refuse_reshaped`."""
     return tuple(
@@ -221,13 +103,15 @@ def refuse_reshaped(capture: dynamo.Capture, before: tuple[Any, ...]) -> None:
 
 
 def outputs(
-    capture: dynamo.Capture, stand_ins: tuple[Any, ...], first: int
+    capture: dynamo.Capture, stand_ins: tuple[Any, ...]
 ) -> tuple[GraphOutput, ...]:
     """Tell what each graph output is.
 
     Args:
         stand_ins: The graph's outputs on fake tensors.
-        first: Position in the program's result of graph output 0.
+    Raises:
+        UnsupportedByProgramError: one of them isn't a tensor, or reads an input's
+            memory in a way that no program can.
     """
     described = []
     for index, output in enumerate(stand_ins):
@@ -238,7 +122,7 @@ def outputs(
                 hint="Return it as a tensor, or compute it from the outputs.",
                 thing=f"graph output {index}",
             )
-        described.append(_output(capture, output, first + index))
+        described.append(_output(capture, output, index))
     return tuple(described)
 
 
@@ -293,7 +177,7 @@ def result(
     """
     by_id = {id(output): index for index, output in enumerate(stand_ins)}
     places = dict(example_inputs)
-    for name, tensor in _all_tensors(model):
+    for name, tensor in named_tensors(model):
         places.setdefault(id(tensor), Place("tensor", name))
     for path, part in _argument_parts(kwargs):
         if isinstance(part, torch.Tensor) or _is_mutable(part):
@@ -455,212 +339,9 @@ def _argument_parts(kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-_VALUE_GUARDS = frozenset(
-    {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH"}
-)
-_SHOWN_GUARDS = _VALUE_GUARDS | {"SET_CONTAINS"}
-_FUNCTION_GUARDS = frozenset(
-    {"CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "ID_MATCH"}
-)
-_LENGTH_GUARDS = frozenset({"SEQUENCE_LENGTH", "LIST_LENGTH", "DICT_LENGTH"})
-_KEY_GUARDS = frozenset({"DICT_KEYS_MATCH"})
-# What `runtime.model.module_mismatches` looks at itself: the training flag and hooks
-# (and any forward), and a mark that transformers leaves on a model with hooks.
-_OUR_FLAGS = frozenset(
-    {"training", "_is_full_backward_hook", "_output_capturing_hooks_installed"}
-)
-_NOT_READ = frozenset({"_forward_hooks", "_forward_pre_hooks", "__class__"})
-# Guards here are about torch itself, or us; both versions are factors.
-_NOT_THE_MODELS = frozenset(
-    {"torch", "compilekit", "collections", "inspect", "typing", "functools", "math"}
-)
-
-
-def reads(
-    capture: dynamo.Capture, model: torch.nn.Module, kwargs: Mapping[str, Any]
-) -> tuple[Read, ...]:
-    """The Python values the graph depends on, from Dynamo's guards.
-
-    Only values that JSON can hold are kept, and classes of objects below the model.
-    """
-    scope = {"L": {MODEL: model, ARGUMENTS: kwargs}, "G": capture.globals}
-    found: dict[tuple[str, str], Read] = {}
-    for guard in capture.reads:
-        steps = _steps(guard.source)
-        asked = guard.kind == "HASATTR"
-        # The attribute is the class's, as most methods are.
-        inherited = guard.kind == "NOT_PRESENT_IN_GENERIC_DICT"
-        if steps is not None and guard.attribute and (asked or inherited):
-            steps = (*steps, guard.attribute)
-        if steps is None or len(steps) < 3:
-            continue
-        path = _read_path(steps)
-        if path is None:
-            continue
-        try:
-            value = paths.follow(scope[str(steps[0])], steps[1:])
-        except (AttributeError, KeyError, IndexError, TypeError):
-            if asked:
-                found[(path, "absent")] = Read(path, "absent", None)
-            continue
-        if (guard.kind in _VALUE_GUARDS or inherited) and _is_plain(value):
-            # Infinity and NaN have no JSON; they are kept as they print.
-            read = (
-                Read(path, "value", value)
-                if is_json(value)
-                else Read(path, "repr", shown(value))
-            )
-        elif ((guard.kind in _SHOWN_GUARDS or inherited) and is_shown(value)) or (
-            guard.kind in _FUNCTION_GUARDS and _is_the_models(path, value)
-        ):
-            read = Read(path, "repr", shown(value))
-        elif inherited and _is_own_method(str(steps[-1]), value):
-            read = Read(path, "inherited", None)
-        elif guard.kind in _KEY_GUARDS and _is_plain(list(value)):
-            # What a loop goes through: the layers of a list of modules, a dict's items.
-            read = Read(path, "keys", list(value))
-        elif guard.kind in _LENGTH_GUARDS and _has_own_length(path, value):
-            read = Read(path, "length", len(value))
-        elif guard.kind == "TYPE_MATCH" and _names_own_class(path, value):
-            read = Read(path, "type", class_name(type(value)))
-        else:
-            continue
-        found[(path, read.kind)] = read
-    return tuple(found[key] for key in sorted(found))
-
-
-def _is_the_models(path: str, value: Any) -> bool:
-    """True for a function that an object below the model has as a value.
-
-    Of those in Python modules the code is kept.
-    """
-    return not path.startswith("module:") and isinstance(value, FUNCTIONS)
-
-
-def _is_own_method(name: str, value: Any) -> bool:
-    """False for a forward, which is looked at anyhow, for what Python looks up in the
-    class whatever an instance has, and for torch's own methods."""
-    package = str(getattr(value, "__module__", "")).split(".")[0]
-    return (
-        name != "forward"
-        and not (name.startswith("__") and name.endswith("__"))
-        and package not in _NOT_THE_MODELS
-    )
-
-
-def _has_own_length(path: str, value: Any) -> bool:
-    """False for a module's registry: it grows with each model that a process makes."""
-    registry = path.startswith("module:") and isinstance(value, Mapping)
-    return hasattr(value, "__len__") and not registry
-
-
-def _names_own_class(path: str, value: Any) -> bool:
-    """True for objects below the model; a builtin's class says nothing new."""
-    return not path.startswith("module:") and type(value).__module__ != "builtins"
-
-
-def _read_path(steps: tuple[paths.Step, ...]) -> str | None:
-    if steps[0] == "L" and steps[1] == (MODEL,):
-        below = _without_registries(steps[2:])
-        if not below or below[-1] in _OUR_FLAGS or not _NOT_READ.isdisjoint(below):
-            return None
-        return paths.render(below)
-    if steps[0] == "G" and isinstance(steps[1], tuple):
-        module = module_of_alias(str(steps[1][0]))
-        if module is None or module.split(".")[0] in _NOT_THE_MODELS:
-            return None
-        return f"module:{module}:{paths.render(steps[2:])}"
-    return None
-
-
-def is_json(value: Any) -> bool:
-    """False for a number, or a sequence with one, that JSON can't hold."""
-    if isinstance(value, (tuple, list)):
-        return all(map(is_json, value))
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _is_plain(value: Any) -> bool:
-    if value is None or type(value) in (bool, int, float, str):
-        return True
-    return type(value) in (tuple, list) and all(_is_plain(part) for part in value)
-
-
-def refuse_side_effects(
-    capture: dynamo.Capture,
-    model: torch.nn.Module,
-    kwargs: Mapping[str, Any],
-    before: Mapping[dynamo.SideEffect, Any],
-) -> None:
-    """Refuse a call that leaves anything changed besides tensors.
-
-    Args:
-        before: `snapshot` taken before the bytecode ran.
-    Raises:
-        UnsupportedByProgramError: names every object that the call changes.
-    """
-    after = snapshot(capture, model, kwargs)
-    changed: list[str] = []
-    for effect, old in before.items():
-        if after[effect] != old:
-            changed += _changes(effect, old, after[effect])
-    if changed:
-        raise UnsupportedByProgramError(
-            f"the call changes Python state: {'; '.join(changed)}. A program runs the"
-            " graph only, so that change would be lost",
-            hint="Move it out of the compiled method, or keep the state in a buffer"
-            " and write that in place (self.state.copy_(new)).",
-            thing="; ".join(changed),
-        )
-
-
-def _changes(effect: dynamo.SideEffect, old: Any, new: Any) -> list[str]:
-    """What a side effect changed, by name: ``model.calls``, ``model.state``."""
-    name = readable(effect.source)
-    if effect.attributes:
-        dot = "" if name.endswith(":") else "."
-        return [f"{name}{dot}{attribute}" for attribute in effect.attributes]
-    owner, _, registry = name.rpartition(".")
-    if registry in _REGISTRIES:
-        keys = dict.fromkeys(key for key, _ in set(old) ^ set(new))
-        return [f"{owner}.{key}" for key in sorted(keys)]
-    return [f"the contents of {name}"]
-
-
-def snapshot(
-    capture: dynamo.Capture, model: torch.nn.Module, kwargs: Mapping[str, Any]
-) -> dict[dynamo.SideEffect, Any]:
-    """What the objects that Dynamo's bytecode writes look like now."""
-    scope = {"L": {MODEL: model, ARGUMENTS: kwargs}, "G": capture.globals}
-    state: dict[dynamo.SideEffect, Any] = {}
-    for effect in capture.side_effects:
-        steps = _steps(effect.source)
-        if steps is None:
-            state[effect] = ("unreadable", object())
-            continue
-        try:
-            target = paths.follow(scope[str(steps[0])], steps[1:])
-        except (AttributeError, KeyError, IndexError, TypeError):
-            state[effect] = ("missing",)
-            continue
-        if effect.attributes:
-            missing = object
-            state[effect] = tuple(
-                _identity(getattr(target, name, missing)) for name in effect.attributes
-            )
-        else:
-            state[effect] = _contents(target)
-    return state
-
-
-def _identity(value: Any) -> Any:
-    """Scalars by value, everything else by identity."""
-    return ("value", value) if _is_plain(value) else ("id", id(value))
-
-
-def _contents(target: Any) -> Any:
-    if isinstance(target, Mapping):
-        return tuple((key, _identity(value)) for key, value in target.items())
-    if isinstance(target, (list, tuple, set, frozenset)):
-        return tuple(_identity(value) for value in target)
-    return _identity(target)
+def named_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of a model, under each of their names."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from compilekit.compiler.convention import Place
 from compilekit.compiler.models import build_real
+from compilekit.compiler.sources import Place
 from compilekit.config import Config
 from compilekit.errors import NeedsDeviceError
 from compilekit.runtime.frozen import value_digest

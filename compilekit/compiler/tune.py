@@ -25,13 +25,9 @@ from compilekit._torch import emulation
 from compilekit._torch.tuning import TunedKernel, tune
 from compilekit.compiler import convention
 from compilekit.compiler.attention import attention_from
-from compilekit.compiler.compile import (
-    capture_bucket,
-    fake_device,
-    has_own_kernels,
-    inductor_options,
-)
+from compilekit.compiler.compile import capture_bucket, inductor_options
 from compilekit.compiler.models import build_fake
+from compilekit.compiler.traced_call import fake_device, has_own_kernels
 from compilekit.compiler.tuning import Tuning, load_tuning
 from compilekit.config import Config
 from compilekit.errors import ConfigError, NeedsDeviceError, ResourceError

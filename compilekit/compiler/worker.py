@@ -110,10 +110,11 @@ def _compile_all(
 ) -> None:
     from compilekit._torch import emulation
     from compilekit.compiler import kernels as cpp
-    from compilekit.compiler.compile import CompiledBucket, compile_bucket, fake_device
+    from compilekit.compiler.compile import CompiledBucket, compile_bucket
     from compilekit.compiler.cuts import check_cuts
     from compilekit.compiler.freezing import read_weights
     from compilekit.compiler.models import build_fake
+    from compilekit.compiler.traced_call import fake_device
     from compilekit.compiler.tuning import read_tuning
 
     pool = ThreadPoolExecutor(max_workers=threads)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from compilekit.artifact import Artifact, canonical, schema, store, write
+from compilekit.artifact import Artifact, canonical, reading, schema, write
 from compilekit.errors import ManifestError, ResourceError, SignatureError
 from compilekit.trust.places import why_replaceable
 
@@ -122,7 +122,7 @@ def read_record(root: Path) -> bytes | None:
     """
     path = record_path(root)
     try:
-        return store.read_beside(path, _MAX_BYTES)
+        return reading.read_beside(path, _MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as exc:
@@ -300,7 +300,7 @@ def _read_key(file: str | os.PathLike[str]) -> bytes:
 def _read_public(file: Path) -> bytes:
     """A file of public keys; a pipe in its place must not hang the start."""
     with _reading(file):
-        return store.read_beside(file, _MAX_BYTES)
+        return reading.read_beside(file, _MAX_BYTES)
 
 
 @contextmanager
