@@ -20,6 +20,7 @@ from compilekit.config import (
     PACKAGE,
     Scalar,
     is_function,
+    is_hub_id,
     package_data,
 )
 from compilekit.errors import ConfigError
@@ -105,7 +106,7 @@ def render(model: str, folder: Path | None = None) -> str:
     directory = Path(name)
     if name.startswith(PACKAGE):
         config = _read_json(package_data(name) / "config.json")
-    elif directory.is_dir():
+    elif os.path.isdir(directory) or not is_hub_id(name):
         config = _read_json(directory / "config.json")
         if not directory.is_absolute():
             name = os.path.relpath(directory, folder or Path())

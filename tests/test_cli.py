@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,19 @@ def command(capsys: pytest.CaptureFixture[str]) -> Run:
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder in which this user can look at nothing."""
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(user)
+    folder.chmod(0o700)
 
 
 @pytest.fixture
@@ -324,6 +337,42 @@ def test_plan_as_json(command: Run, config: Path) -> None:
     jobs = json.loads(out)["result"]["jobs"]
     assert jobs[1]["axes"] == {"b": 8, "s": 32}
     assert jobs[1]["inputs"] == {"input_ids": {"dtype": "int64", "shape": [8, 32]}}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["plan"], ["explain"], ["build"], ["tune"], ["bench", "startup"]),
+        *(["check"], ["load"], ["inspect"], ["verify"], ["doctor"], ["pack"]),
+        *(["init"], ["unpack"], ["diff", GOLDEN], ["prune", "--target", "x"]),
+        *(["merge", GOLDEN], ["sign", "--key", "x"], ["pack", GOLDEN, "-o"]),
+        *(["unpack", "x", "-o"], ["init", "os:getcwd", "-o"]),
+        ["verify-signature", "--key", "x"],
+    ],
+    ids=lambda words: " ".join(map(str, words[:1] + words[2:])),
+)
+@pytest.mark.parametrize("name", ["below", "n" * 300], ids=["closed", "long"])
+def test_a_path_that_cannot_be_looked_at(
+    words: list[str | Path], name: str, command: Run, closed: Path
+) -> None:
+    """It's the machine's or the user's doing, and never a defect."""
+    code, _, err = command(*words, closed / name)
+    assert code in (2, 5, 13)
+    assert "a defect" not in err
+
+
+def test_the_current_directory_may_be_gone(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Absolute paths are enough; what needs it says so."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert command("check", GOLDEN)[0] in (0, 4)
+    code, _, err = command("check", "artifact")
+    assert code == 13
+    assert "the current directory is gone" in err
 
 
 def test_missing_config_is_exit_2(command: Run, tmp_path: Path) -> None:

@@ -223,3 +223,13 @@ def test_no_assert_and_no_blanket_except(path: Path) -> None:
         if blanket and shown(path) not in CATCHES_ALL:
             found.append(f"line {node.lineno}: except {', '.join(sorted(blanket))}")
     assert found == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=shown)
+def test_a_path_is_asked_for_by_a_function_that_answers(path: Path) -> None:
+    """Path's own methods raise for a folder that others closed, and for long names."""
+    asking = {"exists", "is_dir", "is_file", "is_symlink", "expanduser"}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            method = node.func.attr in asking and not (node.args or node.keywords)
+            assert not method, f"line {node.lineno}: take os.path's"

@@ -68,7 +68,7 @@ def pack(
         DigestError: The artifact has changed since it was opened.
     """
     out = Path(os.path.abspath(file))
-    if out.is_dir():
+    if os.path.isdir(out):
         raise ResourceError(
             f"{out}: expected a file to write, found a directory",
             hint="Name the file: -o model.compilekit.tar",

@@ -11,6 +11,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -71,9 +72,10 @@ def hub_place(artifact: Artifact, target: str) -> str:
 
 def is_hub(folder: Path) -> bool:
     """True if a folder is no artifact and has artifacts in a Hub's layout."""
-    return not (folder / MANIFEST).is_file() and any(
-        place.is_dir() and _TORCH.fullmatch(place.name) for place in folder.glob("*")
-    )
+    if os.path.isfile(folder / MANIFEST) or not os.path.isdir(folder):
+        return False
+    found = [place for place in folder.glob("*") if _TORCH.fullmatch(place.name)]
+    return any(map(os.path.isdir, found))
 
 
 def capabilities(folder: Path) -> set[str]:
@@ -92,13 +94,13 @@ def choose_hub(folder: Path, version: str, capability: str = "") -> Path:
         MismatchError: There is none; it names all that are there.
     """
     own = folder / f"torch{'.'.join(version.split('.')[:2])}"
-    if capability and (own / f"sm{capability}" / MANIFEST).is_file():
+    if capability and os.path.isfile(own / f"sm{capability}" / MANIFEST):
         return own / f"sm{capability}"
     known, flags = set(targets.list_targets()), targets.cpu_flags()
     fitting = [
         target
         for place in own.glob("*")
-        if place.name in known and (place / MANIFEST).is_file()
+        if place.name in known and os.path.isfile(place / MANIFEST)
         for target in [targets.load_target(place.name)]
         if target.kind == "cpu"
         and target.machine == targets.machine()
@@ -109,7 +111,7 @@ def choose_hub(folder: Path, version: str, capability: str = "") -> Path:
     there = sorted(
         f"{place.parent.name}/{place.name}"
         for place in folder.glob("torch*/*")
-        if (place / MANIFEST).is_file()
+        if os.path.isfile(place / MANIFEST)
     )
     here = f"sm{capability} or " if capability else ""
     raise MismatchError(

@@ -120,7 +120,7 @@ def _check_place(out: Path) -> None:
     """Refuse to replace anything but an artifact, or to delete a stranger's file."""
     if not os.path.lexists(out):
         return
-    if not out.is_dir():
+    if not os.path.isdir(out):
         raise ResourceError(
             f"{out}: expected a directory to replace, found a file",
             hint="Choose another place with -o.",
@@ -218,7 +218,7 @@ def _lock(path: Path, *, required: bool) -> int | None:
         if required or isinstance(exc, BlockingIOError):
             os.close(descriptor)
             return None
-    if not path.exists():
+    if not os.path.exists(path):
         os.close(descriptor)
         return None
     return descriptor
@@ -234,7 +234,7 @@ def recover(out: Path) -> None:
         if lock is None:
             continue
         try:
-            if name.endswith(_ASIDE) and not out.exists():
+            if name.endswith(_ASIDE) and not os.path.exists(out):
                 os.rename(path, out)
             else:
                 _remove(path)

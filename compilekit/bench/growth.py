@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -279,7 +280,7 @@ def _built(config: Config, artifact: Path, on_build: events.OnBuildEvent) -> Pat
     """The artifact of a configuration: the one that is there, or a new one."""
     from ..compiler.build import build
 
-    if not artifact.exists():
+    if not os.path.exists(artifact):
         built = build(config, artifact, on_event=on_build, verify=False)
         if built.artifact is None:
             reason = built.failed[0].error if built.failed else "nothing was written"

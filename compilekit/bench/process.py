@@ -129,7 +129,7 @@ def machine() -> dict[str, str]:
     """Processor and compiler, as a reader of the numbers needs them."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
+    if os.path.exists(cpuinfo):
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):
                 model = line.split(":", 1)[1].strip()

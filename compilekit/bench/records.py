@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from ..config import Config
 from ..errors import ConfigError
+from ..output import write_text
 from ..results import to_json
 
 SCHEMA = 2
@@ -302,11 +302,12 @@ def sample_from(data: Mapping[str, Any]) -> Sample:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a result by rename, so that an interrupted run leaves no half file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(to_json(data), indent=1) + "\n")
-    os.replace(partial, path)
+    """Write a result: an interrupted run leaves the one before.
+
+    Raises:
+        ResourceError: The place can't be written.
+    """
+    write_text(path, json.dumps(to_json(data), indent=1) + "\n")
 
 
 def _row(data: Mapping[str, Any]) -> Row:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -198,7 +199,7 @@ def _planned(
     out: Path | None,
 ) -> StartupResult:
     """What is there already, with a place for every row that is to be measured."""
-    if out is None or not out.exists():
+    if out is None or not os.path.exists(out):
         return StartupResult(
             setting=setting,
             buckets=(),
@@ -419,4 +420,4 @@ def _preparations(rows: Sequence[str], artifact: Path | None) -> dict[str, str]:
 
 
 def _size_bytes(path: Path) -> int:
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    return sum(p.stat().st_size for p in path.rglob("*") if os.path.isfile(p))

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from compilekit.bench._throughput_child import MODES, TUNED
 from compilekit.config import Config
 from compilekit.errors import ConfigError, ResourceError
+from compilekit.output import write_text
 
 SCHEMA = 1
 STRATEGIES = tuple(MODES)
@@ -108,7 +109,7 @@ def run(
             continue
         row = _measure({**spec, "strategy": name}, deadline)
         result["rows"] = [r for r in result["rows"] if r["strategy"] != name] + [row]
-        _save(out, result)
+        write_text(out, json.dumps(result, indent=1) + "\n")
         on_event(f"{name}: {row.get('error') or 'measured'}")
     return result
 
@@ -120,7 +121,7 @@ def _device() -> str:
 
 
 def _resumed(out: Path, about: Result) -> Result:
-    if not out.exists():
+    if not os.path.exists(out):
         return {**about, "rows": []}
     try:
         found: Result = json.loads(out.read_text(encoding="utf-8"))
@@ -134,15 +135,6 @@ def _resumed(out: Path, about: Result) -> Result:
             hint="Name another file.",
         )
     return found
-
-
-def _save(out: Path, result: Result) -> None:
-    staging = out.with_name(f"{out.name}.{os.getpid()}")
-    try:
-        staging.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        os.replace(staging, out)
-    except OSError as exc:
-        raise ResourceError(f"{out}: can't be written: {exc.strerror}") from exc
 
 
 def _measure(spec: Mapping[str, Any], deadline: float) -> Result:

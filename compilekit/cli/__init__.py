@@ -39,7 +39,7 @@ from compilekit.cli import (
 )
 from compilekit.cli.options import Commands, command_name
 from compilekit.console import Console, Report
-from compilekit.errors import CompilekitError
+from compilekit.errors import CompilekitError, ResourceError
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -119,9 +119,22 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and not _has_directory():
+            lost = ResourceError("the current directory is gone", hint="cd elsewhere.")
+            console.failure(lost)
+            return lost.exit_code
         return _confess(error, console)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _has_directory() -> bool:
+    """Whether the current directory is still there for relative paths."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class _Terminated(KeyboardInterrupt):

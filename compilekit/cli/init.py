@@ -10,6 +10,7 @@ import click
 from compilekit.cli.options import PATH, Command, quoted
 from compilekit.console import Facts, Report
 from compilekit.errors import ConfigError
+from compilekit.output import write_text
 
 
 @click.command(
@@ -33,17 +34,14 @@ def init(model: str, output: Path, force: bool) -> Report:
     """
     from compilekit.init import render
 
-    if output.exists() and not force:
+    if os.path.exists(output) and not force:
         raise ConfigError(
             f"{output} exists already; it was left as it is.",
             hint="Choose another place with -o, or replace it with --force.",
             path=str(output),
         )
     text = render(model)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".{output.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(output)
+    write_text(output, text)
     return Report(
         result={"config": str(output), "model": model},
         blocks=(Facts((("config", str(output)), ("model", model))),),

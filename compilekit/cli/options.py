@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable
@@ -224,6 +225,6 @@ def weights_option(instead: str) -> Callable[[F], F]:
     """``--weights``: a path counts from the current directory, as any argument does."""
 
     def here(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
-        return str(Path(value).absolute()) if value and Path(value).exists() else value
+        return os.path.abspath(value) if value and os.path.exists(value) else value
 
     return click.option("--weights", metavar="DIR", callback=here, help=instead)

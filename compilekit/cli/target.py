@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import click
 
 from compilekit.cli.options import PATH, Command, Commands, quoted
 from compilekit.console import Block, Facts, Mark, Report, Table
-from compilekit.errors import ResourceError
+from compilekit.output import write_text
 
 if TYPE_CHECKING:
     from compilekit.targets import Target
@@ -64,7 +65,7 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 def _gpu_reason(target: Target) -> str:
     """What keeps a GPU target's code from running here; empty if nothing does."""
-    if not any(path.exists() for path in _DRIVERS):
+    if not any(os.path.exists(path) for path in _DRIVERS):
         return "no NVIDIA GPU here"
     from compilekit.runtime.gpu import gpu_here, gpu_mismatches
 
@@ -125,11 +126,7 @@ def probe(device: int, name: str, out: Path | None) -> Report:
         name = name or out.stem
     described = probing.probe(probing.driver_library(), device, name)
     if out is not None:
-        text = json.dumps(described, indent=2) + "\n"
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as exc:
-            raise ResourceError(f"{out} can't be written: {exc.strerror}") from exc
+        write_text(out, json.dumps(described, indent=2) + "\n")
     title = described["device"]["name"]["value"]
     same = [
         known

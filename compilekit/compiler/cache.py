@@ -154,7 +154,7 @@ def build_caches(
     return Harvest(
         results,
         _described(spec, scratch, {**files, **triton}, relocated),
-        json.loads(model.read_bytes()) if model.exists() else None,
+        json.loads(model.read_bytes()) if os.path.exists(model) else None,
         (scratch / "compiled.json").read_bytes(),
     )
 
@@ -186,7 +186,7 @@ def _described(
             hint="Does the warm-up call the function that torch.compile returned?",
         )
     recorded = scratch / "packages.pickle"
-    packages = pickle.loads(recorded.read_bytes()) if recorded.exists() else ()
+    packages = pickle.loads(recorded.read_bytes()) if os.path.exists(recorded) else ()
     cache = Cache(
         target=target,
         files={name: blob(data) for name, data in sorted(files.items())},

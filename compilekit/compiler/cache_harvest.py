@@ -9,6 +9,7 @@ directory in what is kept, and `relocate` writes the real one.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def inductor_files(root: Path) -> dict[str, bytes]:
 def _files(root: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     found = {path for pattern in patterns for path in root.glob(pattern)}
     for path in sorted(found):
-        if path.is_file() and path.suffix != ".lock" and ".tmp" not in path.name:
+        if os.path.isfile(path) and path.suffix != ".lock" and ".tmp" not in path.name:
             yield path
 
 
@@ -71,7 +72,7 @@ def _portable_group(path: Path, data: bytes) -> bytes:
         if Path(name).suffix not in _TRITON:
             continue
         member = path.parent / Path(place).name
-        if not member.is_file():
+        if not os.path.isfile(member):
             raise HarvestError(
                 f"Triton's group file {path.name} names {name}, which isn't beside it",
                 hint="Build again with an empty cache directory.",

@@ -10,6 +10,7 @@ the tensors among its global variables.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import types
@@ -108,7 +109,7 @@ def _warmup(config: Config, entry: EntryConfig) -> Callable[[Bucket], Any]:
         return lambda bucket: function(dict(bucket.axes))
     script, *words = shlex.split(entry.warmup)
     path = config.path.parent.resolve() / script
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"[entries.{entry.name}] warmup: there is no script {path.name}",
             hint=f"Its path is relative to the configuration's folder, {path.parent}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import sys
@@ -45,7 +46,7 @@ def target_factors(scratch: Path) -> dict[str, Any]:
         scratch: Where the target's workers left their files.
     """
     written = scratch / "factors.json"
-    stated = json.loads(written.read_bytes()) if written.is_file() else {}
+    stated = json.loads(written.read_bytes()) if os.path.isfile(written) else {}
     shared = max(_shared_memory(scratch), default=0)
     if shared:
         stated["shared_memory"] = shared

@@ -56,7 +56,7 @@ def find_toolchain(target: Target, folder: Path) -> Toolchain:
     if shutil.which("as") is None or shutil.which("ld") is None:
         missing.append("an assembler and linker (package binutils)")
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.is_file():
+    if not os.path.isfile(header):
         missing.append(f"Python's headers ({header}; package python3-dev)")
     if missing or compiler is None:
         raise ResourceError(

@@ -11,6 +11,7 @@ stay float32 in a bfloat16 model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -150,7 +151,7 @@ def _load_weights(model: nn.Module, config: Config, weights: str) -> None:
     import safetensors.torch
 
     file = model_directory(config, weights)
-    if file is None or not file.is_file():
+    if file is None or not os.path.isfile(file):
         raise ConfigError(
             f"weights {weights!r}: expected a safetensors file (a factory's model is"
             " loaded from one file)"

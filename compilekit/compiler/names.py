@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import re
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compilekit.config import PACKAGE, Config, package_data
+from compilekit.config import PACKAGE, Config, is_hub_id, package_data
 from compilekit.errors import FOREIGN_ERRORS, ConfigError
 
 
@@ -57,16 +57,18 @@ def model_directory(config: Config, location: str) -> Path | None:
     Returns:
         The directory, or None if `location` can only be a Hugging Face id.
     Raises:
-        ConfigError: there is no such directory or package.
+        ConfigError: there is no such directory or package, or it can't be looked at.
     """
     if location.startswith(PACKAGE):
         return package_data(location)
-    path = config.path.parent / Path(location).expanduser()
-    if path.exists():
-        return path.resolve()
-    if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", location):
-        return None
-    raise ConfigError(f"no such directory: {path}")
+    path = config.path.parent / os.path.expanduser(location)
+    try:
+        os.stat(path)
+    except OSError as exc:
+        if is_hub_id(location):
+            return None
+        raise ConfigError(f"{path} can't be read: {exc.strerror}") from exc
+    return path.resolve()
 
 
 def torch_dtype(name: str, where: str) -> torch.dtype:

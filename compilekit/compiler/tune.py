@@ -30,8 +30,9 @@ from compilekit.compiler.models import build_fake
 from compilekit.compiler.traced_call import fake_device, has_own_kernels
 from compilekit.compiler.tuning import Tuning, load_tuning
 from compilekit.config import Config
-from compilekit.errors import ConfigError, NeedsDeviceError, ResourceError
+from compilekit.errors import ConfigError, NeedsDeviceError
 from compilekit.events import BuildEvent, OnBuildEvent, ignore
+from compilekit.output import write_text
 from compilekit.paths import parse
 from compilekit.targets import Target, load_target
 
@@ -102,7 +103,7 @@ def tune_config(
         for name, job in jobs
         if not buckets or f"{name}/{job.bucket.name}" in buckets
     ]
-    tuning = load_tuning(out) if out.exists() else Tuning()
+    tuning = load_tuning(out) if os.path.exists(out) else Tuning()
     if tuning.target not in ("", target.name):
         raise ConfigError(
             f"{out} was measured on {tuning.target}, and this is {target.name}",
@@ -229,11 +230,4 @@ def _measured_here(tuning: Tuning, target: str) -> Tuning:
 
 
 def _save(path: Path, tuning: Tuning) -> None:
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(tuning.as_json(), indent=1, sort_keys=True)
-        staging.write_text(text + "\n", encoding="utf-8")
-        os.replace(staging, path)
-    except OSError as exc:
-        raise ResourceError(f"{path} can't be written: {exc.strerror}") from exc
+    write_text(path, json.dumps(tuning.as_json(), indent=1, sort_keys=True) + "\n")

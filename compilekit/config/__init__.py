@@ -38,7 +38,7 @@ from compilekit.config.rules import (
     RANGES,
     ROUTES,
 )
-from compilekit.config.sources import PACKAGE, package_data
+from compilekit.config.sources import PACKAGE, is_hub_id, package_data
 
 __all__ = [
     "FORCED_OPTIONS",
@@ -69,6 +69,7 @@ __all__ = [
     "VerifyConfig",
     "check_options",
     "is_function",
+    "is_hub_id",
     "is_script",
     "key_lines",
     "load",

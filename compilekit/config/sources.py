@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 from pathlib import Path
 
 from compilekit.errors import ConfigError
 
 PACKAGE = "package:"
+
+
+def is_hub_id(location: str) -> bool:
+    """Whether a name can be a Hugging Face id: ``bert-base-uncased``, ``org/model``."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", location) is not None
 
 
 def package_data(location: str) -> Path:
@@ -27,6 +34,6 @@ def package_data(location: str) -> Path:
         )
     for folder in spec.submodule_search_locations or ():
         path = Path(folder, inside)
-        if path.exists():
+        if os.path.exists(path):
             return path.resolve()
     raise ConfigError(f"{location!r}: package {name!r} has no {inside!r}")

@@ -91,7 +91,7 @@ def stage(artifact: Artifact, cache: Cache, work: Path) -> tuple[Path, bool]:
     place = work / f"{artifact.digest[:32]}-{cache.target}"
     try:
         write.recover(place)
-        if place.is_dir():
+        if os.path.isdir(place):
             return place, False
         refuse_full(artifact, cache, work)
         with write.staging(place) as staging:
@@ -102,7 +102,7 @@ def stage(artifact: Artifact, cache: Cache, work: Path) -> tuple[Path, bool]:
             except OSError:
                 # Another process was faster: what it published is the same. Local file
                 # systems say ENOTEMPTY, network file systems anything.
-                if not place.is_dir():
+                if not os.path.isdir(place):
                     raise
                 return place, False
     except OSError as exc:

@@ -62,7 +62,7 @@ def why_replaceable(path: Path) -> str:
         reason = _why(place, link=True)
         if reason:
             return reason
-        if place.is_symlink():
+        if os.path.islink(place):
             links += 1
             if links > _MAX_LINKS:
                 return f"{path} has too many symbolic links"

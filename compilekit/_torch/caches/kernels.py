@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def record(patches: contextlib.ExitStack, directory: Path) -> None:
 
     def wrap(cls: Any, key: str, compile_: Callable[[], Loader]) -> Loader:
         kept = directory / f"{key}.so"
-        if kept.exists():
+        if os.path.exists(kept):
             return _loader(cls, kept, key)
         loader = compile_()
 
@@ -87,7 +88,7 @@ def record(patches: contextlib.ExitStack, directory: Path) -> None:
             library = loader()
             # A CPython module has __file__, a ctypes library has _name.
             built = Path(getattr(library, "__file__", None) or library._name)
-            if not kept.exists():
+            if not os.path.exists(kept):
                 partial = kept.with_suffix(".partial")
                 shutil.copyfile(built, partial)
                 partial.replace(kept)

@@ -6,6 +6,7 @@ folder of one build.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -110,7 +111,7 @@ def _headers(cuda_major: str) -> list[Path]:
     for root in nvidia.submodule_search_locations or () if nvidia else ():
         for name in (f"cu{cuda_major}", "cuda_runtime"):
             folder = Path(root) / name / "include"
-            if (folder / "cuda_runtime_api.h").is_file():
+            if os.path.isfile(folder / "cuda_runtime_api.h"):
                 found.append(folder)
     if not found:
         raise ResourceError(
@@ -120,6 +121,6 @@ def _headers(cuda_major: str) -> list[Path]:
     triton = importlib.util.find_spec("triton")
     for root in triton.submodule_search_locations or () if triton else ():
         folder = Path(root) / "backends" / "nvidia" / "include"
-        if (folder / "crt").is_dir():
+        if os.path.isdir(folder / "crt"):
             found.append(folder)
     return found
