@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import json
+import math
+import operator
 import pickle
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +53,55 @@ pad = 0
 
 [entries.forward.outputs.last_hidden_state]
 cut = { 1 = "s" }
+"""
+
+EVERY_KEY = """\
+model.source = "hf:some/model"
+model.class = "BertModel"
+model.config = { num_hidden_layers = 2, text_config.eps = 1e-5, tie = true }
+axes = { b = [8, 1], "s" = [32] }
+
+[entries.encode]
+method = "forward"
+example = "pkg.calls:make"
+kwargs = { use_cache = false, scale = 0.5, kind = "x", layers = 3 }
+[entries.encode.inputs."batch['x']"]
+shape = ["b", "s", 3]
+dtype = "float16"
+pad = -1
+default = 0.5
+low = -2.0
+high = 2
+[entries.encode.inputs."state.h[0]"]
+shape = []
+dtype = "bool"
+default = true
+[entries.encode.outputs."['y'][1]"]
+cut = { 0 = "b", 1 = "s" }
+[entries.encode.outputs.""]
+cut = { 0 = "b" }
+
+[compile]
+mode = "max-autotune-no-cudagraphs"
+fullgraph = true
+threads = 4
+options.epilogue_fusion = false
+options.cpp.min_chunk_size = 256
+options."cpp.gemm_max_k_slices" = 2
+[gates]
+graph_breaks = 2
+math_attention = "error"
+[verify]
+atol = 1e-5
+rtol = 0
+weights = "weights"
+[build]
+targets = ["cpu-x86_64-v3", "native"]
+routes = ["program", "cache"]
+jobs = 2
+[serve]
+on_uncovered = "eager"
+over_length = "eager"
 """
 
 
@@ -102,57 +157,7 @@ def test_smallest_configuration(tmp_path: Path) -> None:
 
 def test_every_key(tmp_path: Path) -> None:
     """Every key of the format is read into its field."""
-    config = read(
-        tmp_path,
-        """
-        model.source = "hf:some/model"
-        model.class = "BertModel"
-        model.config = { num_hidden_layers = 2, text_config.eps = 1e-5, tie = true }
-        axes = { b = [8, 1], "s" = [32] }
-
-        [entries.encode]
-        method = "forward"
-        example = "pkg.calls:make"
-        kwargs = { use_cache = false, scale = 0.5, kind = "x", layers = 3 }
-        [entries.encode.inputs."batch['x']"]
-        shape = ["b", "s", 3]
-        dtype = "float16"
-        pad = -1
-        default = 0.5
-        low = -2.0
-        high = 2
-        [entries.encode.inputs."state.h[0]"]
-        shape = []
-        dtype = "bool"
-        default = true
-        [entries.encode.outputs."['y'][1]"]
-        cut = { 0 = "b", 1 = "s" }
-        [entries.encode.outputs.""]
-        cut = { 0 = "b" }
-
-        [compile]
-        mode = "max-autotune-no-cudagraphs"
-        fullgraph = true
-        threads = 4
-        options.epilogue_fusion = false
-        options.cpp.min_chunk_size = 256
-        options."cpp.gemm_max_k_slices" = 2
-        [gates]
-        graph_breaks = 2
-        math_attention = "error"
-        [verify]
-        atol = 1e-5
-        rtol = 0
-        weights = "weights"
-        [build]
-        targets = ["cpu-x86_64-v3", "native"]
-        routes = ["program", "cache"]
-        jobs = 2
-        [serve]
-        on_uncovered = "eager"
-        over_length = "eager"
-        """,
-    )
+    config = read(tmp_path, EVERY_KEY)
     assert config.model == ModelConfig(
         "hf:some/model",
         model_class="BertModel",
@@ -190,6 +195,61 @@ def test_every_key(tmp_path: Path) -> None:
     assert config.build.routes == ("program", "cache")
     assert config.build.jobs == 2
     assert (config.serve.on_uncovered, config.serve.over_length) == ("eager", "eager")
+
+
+GENERATE = """\
+model.source = "hf:some/model"
+generate = { batch = [1, 8], prompt = [8, 16], cache = [32] }
+serve = { over_length = "chunk", cuda_graphs = true }
+autotune.from = "tuned.json"
+freeze.weights = "model.safetensors"
+"""
+ODD_VALUES = (
+    *(0, -1, 2**63 - 1, 1.5, math.inf, math.nan, True, "", "x", "\0", "a:b", "x" * 400),
+    *([], [0], [1.5], [""], [[]], [{}], ["b", "b"], {}, {"x": 1}, {"": {"": ""}}),
+)
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something lies in a document: keys and positions."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, part in items:
+        yield (*place, key)
+        yield from places(part, (*place, key))
+
+
+def toml(value: Any) -> str:
+    """A value as TOML writes it, tables inline."""
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)} = {toml(part)}" for key, part in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("text", [EVERY_KEY, GENERATE], ids=["every", "generate"])
+def test_no_value_is_a_defect(tmp_path: Path, text: str) -> None:
+    """Whatever stands in any place, it's read, or refused with its line."""
+    whole = tomllib.loads(text)
+    found: list[dict[str, Any]] = []
+    for *outer, last in places(whole):
+        for odd in ODD_VALUES:
+            document = copy.deepcopy(whole)
+            functools.reduce(operator.getitem, outer, document)[last] = odd
+            lines = [f"{key} = {toml(part)}\n" for key, part in document.items()]
+            try:
+                read(tmp_path, "".join(lines))
+            except ConfigError as error:
+                found += error.fields["problems"]
+    assert len(found) > 300
+    assert all(problem["line"] > 0 for problem in found)
 
 
 def test_configuration_pickles(tmp_path: Path) -> None:

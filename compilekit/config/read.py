@@ -213,6 +213,7 @@ def _read_axes(file: File, data: Mapping[str, Any]) -> dict[str, tuple[int, ...]
 
 
 def _sizes(file: File, sizes: object, key: KeyPath) -> tuple[int, ...]:
+    """The sizes of an axis, without those that it reports."""
     if not isinstance(sizes, list) or not sizes:
         message = f"expected a non-empty array of sizes, found {shown(sizes)}"
         file.report(key, message)
@@ -224,7 +225,7 @@ def _sizes(file: File, sizes: object, key: KeyPath) -> tuple[int, ...]:
         elif size in sizes[:index]:
             message = f"size {size} is listed twice; both would be one bucket"
             file.report((*key, index), message)
-    return tuple(sizes)
+    return tuple(size for size in sizes if has_type(size, int) and size > 0)
 
 
 def _read_compile(
