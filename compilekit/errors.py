@@ -30,20 +30,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# What code that isn't ours raises when it's wrong: a factory, a transformers class.
-FOREIGN_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+# What code that isn't ours may raise: a factory, a transformers class, a script that
+# leaves with sys.exit. It has classes of its own, so this is everything; errors of
+# this module are caught first and raised again.
+FOREIGN_ERRORS = (Exception, SystemExit)
 
 
 class CompilekitError(Exception):

@@ -23,7 +23,7 @@ from compilekit.config import (
     is_hub_id,
     package_data,
 )
-from compilekit.errors import ConfigError
+from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 from compilekit.targets import list_targets
 
 # fmt: off
@@ -138,6 +138,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not JSON: {error}", path=str(path)) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: expected a JSON object", path=str(path))
+    kind = config.get("model_type", "")
+    if not isinstance(kind, str):
+        raise ConfigError(
+            f"{path}: model_type: expected a name, found {kind!r}", path=str(path)
+        )
     return config
 
 
@@ -150,9 +155,12 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in config.items() if name != "model_type"}
     try:
         full = transformers.AutoConfig.for_model(config.get("model_type"), **values)
-    except (KeyError, TypeError, ValueError, AttributeError, ImportError):
+        completed = full.to_dict()
+    except CompilekitError:
+        raise
+    except FOREIGN_ERRORS:
         return config
-    return {**full.to_dict(), **config}
+    return {**completed, **config}
 
 
 def _fetch(model: str) -> Path:
@@ -345,7 +353,7 @@ def _waveform(config: Mapping[str, Any]) -> _Sketch:
 
 def _vision(config: Mapping[str, Any]) -> _Sketch:
     size = config.get("image_size")
-    if isinstance(size, list) and len(size) == 2:
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int for n in size):
         height, width = size
     else:
         height = width = _positive(config, "image_size") or 224

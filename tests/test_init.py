@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
@@ -455,6 +456,16 @@ def test_hub_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(ConfigError, match=str(error)) as caught:
         render("owner/name")
     assert "directory" in caught.value.hint
+
+
+@pytest.mark.parametrize("key", ["model_type", "dtype", "text_config", "image_size"])
+@pytest.mark.parametrize("odd", [0, 1.5, "", "x", [], [1.5, ""], {}, None])
+def test_an_odd_config_json(key: str, odd: Any, tmp_path: Path) -> None:
+    """Whatever stands in it, a configuration comes of it, or a refusal."""
+    config = {"model_type": "clip", "architectures": ["CLIPModel"], key: odd}
+    directory = model_directory(tmp_path, config)
+    with contextlib.suppress(ConfigError):
+        written(tmp_path, render(str(directory)))
 
 
 def test_no_hub_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,19 @@ def test_no_assert_and_no_blanket_except(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=shown)
+def test_our_errors_are_not_taken_for_foreign_ones(path: Path) -> None:
+    """Where everything that foreign code raises is caught, ours passes before."""
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Try):
+            continue
+        caught = [ast.unparse(each.type) for each in node.handlers if each.type]
+        for before, names in enumerate(caught):
+            if "FOREIGN_ERRORS" in names:
+                passed = any("CompilekitError" in each for each in caught[:before])
+                assert passed, f"line {node.handlers[before].lineno}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=shown)
 def test_a_path_is_asked_for_by_a_function_that_answers(path: Path) -> None:
     """Path's own methods raise for a folder that others closed, and for long names."""
     asking = {"exists", "is_dir", "is_file", "is_symlink", "expanduser"}

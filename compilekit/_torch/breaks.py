@@ -39,7 +39,6 @@ import torch._dynamo
 from torch._dynamo import convert_frame
 from torch._dynamo.exc import (
     RestartAnalysis,
-    TorchDynamoException,
     Unsupported,
     UserError,
 )
@@ -56,8 +55,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._pytree import tree_map_only
-
-DynamoError = TorchDynamoException
 
 Effect = Literal["resumed", "rest_eager", "function_eager"]
 EFFECTS: tuple[Effect, ...] = ("resumed", "rest_eager", "function_eager")

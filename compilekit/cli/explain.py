@@ -78,7 +78,7 @@ def report(result: ExplainResult, config: str) -> Report:
     allowed = Facts(
         (
             ("breaks allowed", result.allowed),
-            ("full graph", "yes" if result.full_graph else "no"),
+            ("full graph required", "yes" if result.full_graph else "no"),
             ("torch", result.torch),
         )
     )

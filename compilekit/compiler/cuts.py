@@ -25,7 +25,7 @@ from compilekit.buckets import bucket_table
 from compilekit.compiler.convention import output_tensors
 from compilekit.compiler.examples import example_kwargs
 from compilekit.config import Config, EntryConfig
-from compilekit.errors import FOREIGN_ERRORS, ConfigError
+from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 from compilekit.plan import Bucket
 from compilekit.runtime.result import join
 
@@ -117,6 +117,8 @@ def _probes(
             kwargs = example_kwargs(config, entry, bucket, fake=mode)
             with torch.no_grad(), mode:
                 value = getattr(model, entry.method)(**kwargs)
+        except CompilekitError:
+            raise
         except FOREIGN_ERRORS:
             # Not every size runs, and not every model runs eagerly on fake tensors.
             continue

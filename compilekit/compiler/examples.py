@@ -21,7 +21,7 @@ from compilekit.compiler.names import (
     torch_dtype,
 )
 from compilekit.config import Config, EntryConfig, InputConfig
-from compilekit.errors import FOREIGN_ERRORS, ConfigError
+from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 from compilekit.plan import Bucket
 
 
@@ -82,6 +82,8 @@ def _call_example(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             kwargs = function(dict(bucket.axes))
+    except CompilekitError:
+        raise
     except FOREIGN_ERRORS as exc:
         raise ConfigError(
             f"{where} {entry.example!r} failed for bucket {bucket.name}:"

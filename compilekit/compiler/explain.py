@@ -42,7 +42,7 @@ from compilekit.compiler.explained import (
     Stopped,
 )
 from compilekit.config import Config, EntryConfig
-from compilekit.errors import FOREIGN_ERRORS
+from compilekit.errors import FOREIGN_ERRORS, CompilekitError
 from compilekit.events import BuildEvent, OnBuildEvent, ignore
 from compilekit.plan import Bucket
 
@@ -226,12 +226,14 @@ def _trace(
     ):
         try:
             recorder.compile(function)(**kwargs)
-        except (*FOREIGN_ERRORS, breaks.DynamoError) as exc:
+        except CompilekitError:
+            raise
+        except FOREIGN_ERRORS as exc:
             stopped = _stopped(exc, fake=fake)
     return _Trace(tuple(recorder.graphs), tuple(recorder.breaks), stopped)
 
 
-def _stopped(exc: Exception, *, fake: bool) -> Stopped:
+def _stopped(exc: BaseException, *, fake: bool) -> Stopped:
     hint = (
         "The code ran on fake tensors, which have no values; that alone can be the"
         ' cause. Analyse it with values = "random" (allocates the weights).'

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 from compilekit._torch import capture as dynamo
 from compilekit._torch.breaks import describe_place, place_of_error
-from compilekit.errors import FOREIGN_ERRORS, CaptureError, UnsupportedByProgramError
+from compilekit.errors import (
+    FOREIGN_ERRORS,
+    CaptureError,
+    CompilekitError,
+    UnsupportedByProgramError,
+)
 
 
 @contextlib.contextmanager
@@ -19,7 +24,7 @@ def explained(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except dynamo.CaptureUnsupported:
+    except (CompilekitError, *dynamo.CaptureUnsupported):
         raise
     except FOREIGN_ERRORS as exc:
         place = describe_place(place_of_error(exc))

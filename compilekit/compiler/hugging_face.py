@@ -23,7 +23,7 @@ from compilekit.compiler.names import (
     torch_dtype,
 )
 from compilekit.config import Config
-from compilekit.errors import FOREIGN_ERRORS, ConfigError
+from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 
 if TYPE_CHECKING:
     # It loads Dynamo, which a replay doesn't need.
@@ -59,6 +59,8 @@ def construct(config: Config, device: torch.device) -> nn.Module:
         with device:
             model: Any = _constructor(model_class)(hf_config, dtype=dtype)
             model.tie_weights()
+    except CompilekitError:
+        raise
     except FOREIGN_ERRORS as exc:
         raise ConfigError(
             f"[model] source {config.model.source!r}: {model_class.__name__} can't be"
@@ -88,6 +90,8 @@ def from_pretrained(config: Config, weights: str) -> nn.Module:
             output_loading_info=True,
             local_files_only=directory is not None,
         )
+    except CompilekitError:
+        raise
     except FOREIGN_ERRORS as exc:
         raise ConfigError(
             f"weights {weights!r} can't be loaded into {model_class.__name__}:"
@@ -144,6 +148,8 @@ def _configuration(config: Config) -> Any:
             trust_remote_code=False,
         )
         return _lay_over(hf_config, config.model.config)
+    except CompilekitError:
+        raise
     except FOREIGN_ERRORS as exc:
         raise ConfigError(
             f"[model] source {config.model.source!r}: transformers"

@@ -33,7 +33,7 @@ from compilekit.compiler.names import (
     nearest,
 )
 from compilekit.config import Config, EntryConfig
-from compilekit.errors import FOREIGN_ERRORS, ConfigError
+from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 
 
 def build_fake(
@@ -117,6 +117,8 @@ def _call_factory(config: Config, device: torch.device) -> nn.Module:
     try:
         with _default_dtype(dtype), device:
             model = factory()
+    except CompilekitError:
+        raise
     except FOREIGN_ERRORS as exc:
         hint = (
             "Without weights a factory runs on the meta device, where tensors have no"

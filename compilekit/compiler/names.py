@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compilekit.config import PACKAGE, Config, is_hub_id, package_data
-from compilekit.errors import FOREIGN_ERRORS, ConfigError
+from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 
 
 def import_function(config: Config, source: str, where: str) -> Callable[..., Any]:
@@ -33,6 +33,8 @@ def import_function(config: Config, source: str, where: str) -> Callable[..., An
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(module_name)
+    except CompilekitError:
+        raise
     except FOREIGN_ERRORS as exc:
         raise ConfigError(
             f"{where}: can't import {module_name!r}: {type(exc).__name__}: {exc}",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compilekit import paths
-from compilekit.errors import FOREIGN_ERRORS, AttachError
+from compilekit.errors import FOREIGN_ERRORS, AttachError, CompilekitError
 
 Outputs = Sequence[torch.Tensor]
 Values = Mapping[str, Any]
@@ -141,6 +141,8 @@ def _makes_fields(cls: Any, items: Sequence[tuple[str, Mapping[str, Any]]]) -> b
     try:
         made = cls(**given)
         found: list[dict[str, Any]] = [vars(made), dict(made.items())]
+    except CompilekitError:
+        raise
     except FOREIGN_ERRORS:
         return False
     present = {name: value for name, value in given.items() if value is not None}
