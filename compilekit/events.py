@@ -1,8 +1,8 @@
 """What a build or a verify reports while it runs, as frozen dataclasses.
 
 Library code calls ``on_event(event)`` and never prints; the console turns events into
-a live display or plain lines. A worker process writes each event as one JSON line
-(`to_line`), the parent reads it back (`from_line`).
+a live display or plain lines. A worker process writes each event of a build as one JSON
+line (`to_line`), and what ended it; the parent reads them back (`from_line`).
 
 Lifecycle of one bucket::
 
@@ -109,6 +109,21 @@ class VerifyEvent:
     result: BucketVerified | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class ProcessError:
+    """Why a child process can't go on, in its last line.
+
+    Attributes:
+        error_type: Class name of an error in `compilekit.errors`.
+        message: Its message.
+        hint: What to do about it.
+    """
+
+    error_type: str
+    message: str
+    hint: str = ""
+
+
 Event = BuildEvent | VerifyEvent
 OnBuildEvent = Callable[[BuildEvent], None]
 OnVerifyEvent = Callable[[VerifyEvent], None]
@@ -137,37 +152,33 @@ def bucket_result(event: BuildEvent) -> BucketResult:
     )
 
 
-def to_line(event: Event) -> str:
+def to_line(said: BuildEvent | ProcessError) -> str:
     """One JSON line, without the newline; fields at their defaults are left out."""
     fields = {
-        field.name: getattr(event, field.name)
-        for field in dataclasses.fields(event)
-        if getattr(event, field.name) != field.default
+        field.name: getattr(said, field.name)
+        for field in dataclasses.fields(said)
+        if getattr(said, field.name) != field.default
     }
-    if isinstance(event, VerifyEvent) and event.result is not None:
-        fields["result"] = dataclasses.asdict(event.result)
-    about = "verify" if isinstance(event, VerifyEvent) else "build"
+    about = "build" if isinstance(said, BuildEvent) else "error"
     return json.dumps({"event": about, **fields}, ensure_ascii=True)
 
 
-def from_line(line: str) -> Event:
-    """Rebuild an event from `to_line`.
+def from_line(line: str) -> BuildEvent | ProcessError:
+    """Rebuild what a worker said with `to_line`.
 
     Raises:
-        ValueError: the line isn't an event (a library printed into the pipe, or the
+        ValueError: the line is none of its (a library printed into the pipe, or the
             process was killed while it wrote).
     """
     try:
         fields: dict[str, Any] = dict(json.loads(line))
         about = fields.pop("event")
+        if about == "error":
+            return ProcessError(**fields)
+        if about != "build":
+            raise ValueError(f"unknown event {about!r}")
         if fields["kind"] not in KINDS:
             raise ValueError(f"unknown kind {fields['kind']!r}")
-        if about == "build":
-            return BuildEvent(**fields)
-        if about == "verify":
-            if fields.get("result") is not None:
-                fields["result"] = BucketVerified(**fields["result"])
-            return VerifyEvent(**fields)
-        raise ValueError(f"unknown event {about!r}")
+        return BuildEvent(**fields)
     except (ValueError, TypeError, KeyError) as exc:
         raise ValueError(f"not an event line ({exc}): {line[:200]!r}") from exc

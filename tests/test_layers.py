@@ -13,7 +13,10 @@ PACKAGE = Path(__file__).parents[1] / "compilekit"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A process boundary: what goes wrong in one bucket is reported, the next one runs.
-CATCHES_ALL = {"compiler/cache_worker.py", "compiler/worker.py", "cli/__init__.py"}
+CATCHES_ALL = {
+    *("cli/__init__.py", "compiler/child.py"),
+    *("compiler/cache_worker.py", "compiler/worker.py"),
+}
 
 STANDARD_LIBRARY = "standard library"
 RUNTIME = "runtime"

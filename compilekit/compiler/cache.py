@@ -37,9 +37,16 @@ from compilekit.artifact.cache import (
     cache_to_json,
 )
 from compilekit.compiler import cache_harvest, workers
+from compilekit.compiler.child import error_of
 from compilekit.compiler.device import cuda_environment
-from compilekit.errors import ConfigError, HarvestError, NeedsDeviceError
-from compilekit.events import BuildEvent, OnBuildEvent, bucket_result
+from compilekit.errors import (
+    CompilekitError,
+    ConfigError,
+    HarvestError,
+    NeedsDeviceError,
+    WorkerCrashedError,
+)
+from compilekit.events import BuildEvent, OnBuildEvent, ProcessError, bucket_result
 from compilekit.results import BucketResult
 
 _VARIANTS = 8
@@ -249,23 +256,27 @@ def _run(
     found: dict[int, BucketResult] = {}
     log = scratch / f"{spec['phase']}.log"
     module = "compilekit.compiler.cache_worker"
+    ended: CompilekitError | None = None
     with workers.at_work(module, spec, environment, log) as worker:
         for event in workers.events(worker):
+            if isinstance(event, ProcessError):
+                ended = error_of(event)
+                continue
             if event.kind in ("finished", "failed"):
                 event = dataclasses.replace(event, log=str(log))
                 found[event.index] = bucket_result(event)
             on_event(event)
         code = worker.wait()
+    error = ended or WorkerCrashedError(f"the worker ended with {workers.death(code)}")
     for index, job in jobs:
         if index not in found or (code != 0 and found[index].status != "failed"):
-            lines = log.read_text(errors="replace").strip().splitlines() or [""]
             found[index] = BucketResult(
                 job.target,
                 job.entry,
                 job.bucket.name,
                 "failed",
-                error=f"the worker ended with code {code}: {lines[-1]}",
-                error_type="WorkerCrashedError",
+                error=str(error),
+                error_type=type(error).__name__,
                 log=str(log),
             )
     return tuple(found[index] for index, _ in jobs)

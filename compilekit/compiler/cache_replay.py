@@ -1,6 +1,6 @@
 """The process that replays one bucket of the cache route, and compares with eager.
 
-Reads one JSON document from standard input, prints one JSON line. Under ``require =
+Says one JSON line (see `child`). Under ``require =
 cache`` with an empty PATH, any frame that is traced, key that misses, kernel that is
 built or compiler that is started is an error; so is a result that isn't eager's. A
 warm-up that leaves no tensor can't be compared: then its difference is nan.
@@ -16,17 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from compilekit.compiler import child
 from compilekit.plan import Bucket
 
 
 def main() -> int:
     """Replay the bucket named on standard input."""
-    spec = json.load(sys.stdin)
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # Whatever the model prints must not mix with the results.
-    os.dup2(2, 1)
-    print(json.dumps(_replay(spec)), file=results, flush=True)
-    return 0
+    return child.run(lambda spec, say: say(json.dumps(_replay(spec))))
 
 
 def _replay(spec: dict[str, Any]) -> dict[str, Any]:

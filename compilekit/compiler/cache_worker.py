@@ -1,7 +1,6 @@
 """The process that runs every bucket with torch.compile, so that its caches fill.
 
-It reads one JSON document from standard input, writes events as JSON lines to what was
-standard output, and leaves its results in a scratch folder. It runs twice:
+It says events (see `child`), and leaves its results in a scratch folder. It runs twice:
 
     caches     torch's own caches in inductor/ and triton/, kernels/<key>.so, keys.json,
                compiled.json
@@ -17,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import pickle
 import sys
 import time
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from compilekit import config as configuration
+from compilekit.compiler import child
 from compilekit.errors import CompilekitError, GraphBreakError, HarvestError
 from compilekit.events import BuildEvent, to_line
 from compilekit.plan import Bucket
@@ -60,15 +59,11 @@ class Seen:
 
 def main() -> int:
     """Run the jobs named on standard input; 0 even if some of them failed."""
-    spec = json.load(sys.stdin)
-    events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    folder = Path(spec["folder"])
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    log = os.open(folder / f"{spec['phase']}.log", flags, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    run(spec, folder, lambda event: print(to_line(event), file=events, flush=True))
-    return 0
+    return child.run(
+        lambda spec, say: run(
+            spec, Path(spec["folder"]), lambda event: say(to_line(event))
+        )
+    )
 
 
 def run(

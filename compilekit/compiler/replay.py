@@ -1,6 +1,6 @@
 """The process that replays one bucket: compares with eager, watches for compiles.
 
-Reads one JSON document from standard input, prints one JSON line per thread count. It
+Says one JSON line per thread count (see `child`). It
 counts processes with an audit hook, hides every compiler (empty PATH) while programs
 run, and asks torch's own counters whether anything was traced.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compilekit.buckets import bucket_table
+from compilekit.compiler import child
 from compilekit.plan import Bucket
 
 if TYPE_CHECKING:
@@ -37,13 +38,12 @@ _SPAWNS = (
 
 def main() -> int:
     """Replay the bucket named on standard input at every thread count."""
-    spec = json.load(sys.stdin)
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # Whatever the model prints must not mix with the results.
-    os.dup2(2, 1)
-    for result in _replay(spec):
-        print(json.dumps(result), file=results, flush=True)
-    return 0
+    return child.run(_say_rows)
+
+
+def _say_rows(spec: dict[str, Any], say: child.Say) -> None:
+    for row in _replay(spec):
+        say(json.dumps(row))
 
 
 def _replay(spec: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,22 @@ from compilekit.artifact import (
     write_verification,
 )
 from compilekit.artifact.verification import CONFIG_REPORT
+from compilekit.compiler.child import error_of
+from compilekit.compiler.workers import death
 from compilekit.config import Config
-from compilekit.errors import ConfigError, MismatchError, NeedsDeviceError
-from compilekit.events import OnVerifyEvent, VerifyEvent, ignore
+from compilekit.errors import (
+    ConfigError,
+    MismatchError,
+    NeedsDeviceError,
+    ResourceError,
+)
+from compilekit.events import (
+    OnVerifyEvent,
+    ProcessError,
+    VerifyEvent,
+    from_line,
+    ignore,
+)
 from compilekit.plan import Bucket
 from compilekit.results import BucketVerified, VerifyResult
 from compilekit.runtime.check import (
@@ -189,6 +201,7 @@ def _replay(
         check=False,
     )
     seconds = time.perf_counter() - began
+    lines = done.stdout.decode().splitlines()
     rows = [
         BucketVerified(
             entry=entry,
@@ -196,10 +209,11 @@ def _replay(
             target=target,
             **{**row, "max_abs_error": float(row["max_abs_error"])},
         )
-        for row in map(json.loads, done.stdout.splitlines())
+        for row in map(json.loads, lines)
+        if "event" not in row
     ]
     if done.returncode != 0 or not rows:
-        message = _last_words(done.stderr, done.returncode)
+        message = _why_it_ended(lines, done)
         rows.append(
             BucketVerified(
                 entry, bucket.name, 0, float("inf"), 0, 0, 0, 0, False, message, target
@@ -216,10 +230,18 @@ def _replay(
     return rows
 
 
-def _last_words(stderr: bytes, code: int) -> str:
-    """Why a replay died, from the end of what it printed."""
-    lines = stderr.decode("utf-8", errors="replace").strip().splitlines()
-    # A traceback's last part: "module.Error: message", perhaps over several lines.
-    starts = [i for i, line in enumerate(lines) if re.match(r"[\w.]+: ", line)]
-    tail = "\n".join(lines[starts[-1] if starts else -1 :])
-    return f"the replay ended with code {code}: {tail or 'no message'}"
+def _why_it_ended(lines: list[str], done: subprocess.CompletedProcess[bytes]) -> str:
+    """Why a replay has no result.
+
+    Raises:
+        ConfigError, ResourceError, NeedsDeviceError: it couldn't begin, which says
+            nothing of the bucket.
+    """
+    said = from_line(lines[-1]) if lines and "event" in json.loads(lines[-1]) else None
+    if isinstance(said, ProcessError):
+        error = error_of(said)
+        if isinstance(error, (ConfigError, ResourceError, NeedsDeviceError)):
+            raise error
+        return error.message
+    words = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+    return f"the replay ended with {death(done.returncode)}: {words[-1]}"

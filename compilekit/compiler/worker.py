@@ -22,16 +22,17 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from compilekit import config as configuration
 from compilekit import plan
 from compilekit.artifact import canonical
 from compilekit.artifact.program import KernelRef, Program, to_json
+from compilekit.compiler import child
 from compilekit.compiler.attention import shown
 from compilekit.compiler.attention import to_json as attention_json
 from compilekit.errors import CompilekitError, HarvestError, ResourceError
@@ -65,9 +66,11 @@ class Pending:
 
 def main() -> int:
     """Compile the jobs named on standard input; 0 even if some of them failed."""
-    spec = json.load(sys.stdin)
+    return child.run(_work)
+
+
+def _work(spec: dict[str, Any], say: child.Say) -> None:
     _end_with(spec["parent"])
-    events = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     scratch = Path(spec["scratch"])
     config = configuration.load(Path(spec["config"]))
     target = load_target(spec["target"])
@@ -75,9 +78,10 @@ def main() -> int:
         (index, plan.Job(target.name, entry, plan.Bucket(bucket, axes)))
         for index, entry, bucket, axes in spec["jobs"]
     ]
-    _log_to(scratch / "logs" / "worker.log")
-    _compile_all(config, target, jobs, spec["count"], spec["threads"], scratch, events)
-    return 0
+    count, threads = spec["count"], spec["threads"]
+    _compile_all(
+        config, target, jobs, count, threads, scratch, lambda event: say(to_line(event))
+    )
 
 
 def _end_with(parent: int) -> None:
@@ -106,7 +110,7 @@ def _compile_all(
     count: int,
     threads: int,
     scratch: Path,
-    events: TextIO,
+    emit: Callable[[BuildEvent], None],
 ) -> None:
     from compilekit._torch import emulation
     from compilekit.compiler import kernels as cpp
@@ -134,9 +138,6 @@ def _compile_all(
     pending: list[Pending] = []
     programs: dict[str, list[Program]] = {}
     model, weights = None, None
-
-    def emit(event: BuildEvent) -> None:
-        print(to_line(event), file=events, flush=True)
 
     def compile_source(code: str, label: str) -> bytes:
         if toolchain is None or header is None:

@@ -23,8 +23,15 @@ from typing import Any
 
 from compilekit import config as configuration
 from compilekit import errors, plan, targets
+from compilekit.compiler.child import error_of
 from compilekit.compiler.device import cuda_environment
-from compilekit.events import BuildEvent, OnBuildEvent, bucket_result, from_line
+from compilekit.events import (
+    BuildEvent,
+    OnBuildEvent,
+    ProcessError,
+    bucket_result,
+    from_line,
+)
 from compilekit.results import BucketResult
 
 
@@ -110,12 +117,16 @@ def _run_worker(
         "scratch": str(scratch),
         "parent": os.getpid(),
     }
-    worker_log = scratch / "logs" / "worker.log"
+    log = scratch / "logs" / "worker.log"
     started: list[tuple[int, plan.Job]] = []
     by_index = dict(waiting)
     module = "compilekit.compiler.worker"
-    with at_work(module, spec, environment, worker_log, running) as worker:
+    ended: errors.CompilekitError | None = None
+    with at_work(module, spec, environment, log, running) as worker:
         for event in events(worker):
+            if isinstance(event, ProcessError):
+                ended = error_of(event)
+                continue
             if event.kind == "started" and not event.stage:
                 started.append((event.index, by_index[event.index]))
             if event.kind in ("finished", "failed"):
@@ -125,35 +136,18 @@ def _run_worker(
         code = worker.wait()
     if code == 0:
         return
-    # It died. The bucket it was at, and those whose kernels were still compiling, are
-    # not done; only the one it was at is to blame.
+    # The bucket it was at, and those whose kernels were still compiling, are not done;
+    # only the one it was at is to blame.
     index, job = started[-1] if started else waiting[0]
     if index in results:
         raise errors.WorkerCrashedError(
-            f"the build's worker process ended with {_death(code)} between buckets",
-            hint=f"Its log is {keep(worker_log, logs)}.",
+            f"the build's worker process ended between buckets: {ended or death(code)}",
+            hint=f"Its log is {keep(log, logs)}.",
         )
-    log_name = f"{job.entry}-{job.bucket.name}.log" if started else "worker.log"
-    error = _startup_error(worker_log) if not started else None
-    kind: type[errors.CompilekitError] = errors.WorkerCrashedError
-    if _is_full(scratch):
-        # It couldn't write why it ended, either.
-        error = f"{os.strerror(errno.ENOSPC)}: {scratch}"
-        kind = errors.ResourceError
-    event = BuildEvent(
-        "failed",
-        job.target,
-        job.entry,
-        job.bucket.name,
-        index=index,
-        count=count,
-        message=error
-        or f"the worker ended with {_death(code)} while it compiled this bucket",
-        log=log_name,
-        error_type=kind.__name__,
-        exit_code=kind.exit_code,
+    event = _blame(job, index, count, _why_it_ended(ended, code, scratch))
+    event = _keep_log(
+        event if started else dataclasses.replace(event, log=log.name), scratch, logs
     )
-    event = _keep_log(event, scratch, logs)
     results[index] = bucket_result(event)
     on_event(event)
     if not started:
@@ -163,6 +157,36 @@ def _run_worker(
                 results[other] = BucketResult(
                     job.target, job.entry, job.bucket.name, "skipped"
                 )
+
+
+def _why_it_ended(
+    ended: errors.CompilekitError | None, code: int, scratch: Path
+) -> errors.CompilekitError:
+    """What ended a worker, as far as it said it."""
+    if ended is not None:
+        return ended
+    if _is_full(scratch):
+        # It couldn't write why it ended, either.
+        return errors.ResourceError(f"{os.strerror(errno.ENOSPC)}: {scratch}")
+    return errors.WorkerCrashedError(f"the worker ended with {death(code)}")
+
+
+def _blame(
+    job: plan.Job, index: int, count: int, error: errors.CompilekitError
+) -> BuildEvent:
+    """A bucket failed because its worker ended."""
+    return BuildEvent(
+        "failed",
+        job.target,
+        job.entry,
+        job.bucket.name,
+        index=index,
+        count=count,
+        message=str(error),
+        log=f"{job.entry}-{job.bucket.name}.log",
+        error_type=type(error).__name__,
+        exit_code=error.exit_code,
+    )
 
 
 def _is_full(folder: Path) -> bool:
@@ -211,12 +235,9 @@ def at_work(
             _end(worker)
 
 
-def events(worker: subprocess.Popen[str]) -> Iterator[BuildEvent]:
+def events(worker: subprocess.Popen[str]) -> Iterator[BuildEvent | ProcessError]:
     """What a worker says, until it ends."""
-    for line in worker.stdout or ():
-        event = from_line(line)
-        if isinstance(event, BuildEvent):
-            yield event
+    yield from map(from_line, worker.stdout or ())
 
 
 def worker_environment(scratch: Path, target: targets.Target) -> dict[str, str]:
@@ -250,19 +271,14 @@ def _kill(worker: subprocess.Popen[str]) -> None:
         os.killpg(worker.pid, signal.SIGKILL)
 
 
-def _death(code: int) -> str:
+def death(code: int) -> str:
+    """How a process ended, by its exit code or signal."""
     if code >= 0:
         return f"exit code {code}"
     try:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
-
-
-def _startup_error(log: Path) -> str | None:
-    """The last line a worker printed before it came to its first bucket."""
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return f"the worker couldn't start: {lines[-1]}" if lines else None
 
 
 def _keep_log(event: BuildEvent, scratch: Path, logs: Path) -> BuildEvent:
