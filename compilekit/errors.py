@@ -58,12 +58,13 @@ class CompilekitError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross process borders; keyword fields would be lost otherwise.
-        return (_rebuild, (type(self), self.message, self.hint, self.fields))
+        return (rebuild, (type(self), self.message, self.hint, self.fields))
 
 
-def _rebuild(
+def rebuild(
     cls: type[CompilekitError], message: str, hint: str, fields: dict[str, Any]
 ) -> CompilekitError:
+    """An error as it was on the other side of a process border."""
     error = cls.__new__(cls)
     CompilekitError.__init__(error, message, hint=hint, **fields)
     return error

@@ -55,8 +55,19 @@ def write_artifact(
             written (permissions, disk full).
         ArtifactError: The files and the manifest don't make an artifact.
     """
+    with staged_artifact(out_dir, parts, files, reports) as artifact:
+        return publish(artifact, out_dir)
+
+
+def staged_artifact(
+    out_dir: str | os.PathLike[str],
+    parts: Manifest,
+    files: Mapping[str, bytes],
+    reports: Mapping[str, bytes] | None = None,
+) -> contextlib.AbstractContextManager[Artifact]:
+    """What `write_artifact` writes, `staged` beside its place."""
     contents = _contents(parts, files, reports or {})
-    return install(out_dir, lambda staging: _write_files(staging, contents))
+    return staged(out_dir, lambda folder: _write_files(folder, contents))
 
 
 def install(
@@ -73,15 +84,52 @@ def install(
             written (permissions, disk full).
         ArtifactError: What was written is no artifact.
     """
+    with staged(out_dir, fill) as artifact:
+        return publish(artifact, out_dir)
+
+
+@contextlib.contextmanager
+def staged(
+    out_dir: str | os.PathLike[str], fill: Callable[[Path], None]
+) -> Iterator[Artifact]:
+    """An artifact beside its place, verified; gone at the end unless it is published.
+
+    Args:
+        out_dir: Its place; parents are made.
+        fill: Writes the whole artifact into the empty staging directory it is given.
+    Raises:
+        ResourceError: The place holds something that isn't an artifact, or can't be
+            written (permissions, disk full).
+        ArtifactError: What was written is no artifact.
+    """
     out = Path(os.path.realpath(out_dir))
-    try:
-        _check_place(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        recover(out)
-        with staging(out) as folder:
+    with contextlib.ExitStack() as stack:
+        with _writing(out):
+            check_place(out)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            recover(out)
+            folder = stack.enter_context(staging(out))
             fill(folder)
             artifact = store.open_artifact(folder).parse_all()
-            _publish(folder, out)
+        yield artifact
+
+
+def publish(artifact: Artifact, out_dir: str | os.PathLike[str]) -> Artifact:
+    """Put a staged artifact into its place in one step; one there is replaced.
+
+    Raises:
+        ResourceError: The place can't be written.
+    """
+    out = Path(os.path.realpath(out_dir))
+    with _writing(out):
+        _publish(artifact.root, out)
+    return artifact.moved(out)
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as exc:
         raise ResourceError(
             f"artifact {out} can't be written: {exc.strerror}"
@@ -89,7 +137,6 @@ def install(
             hint=_HINTS.get(exc.errno or 0, "Choose another place with -o."),
             path=str(out),
         ) from exc
-    return artifact.moved(out)
 
 
 _HINTS = {
@@ -116,8 +163,20 @@ def _contents(
     return contents
 
 
-def _check_place(out: Path) -> None:
-    """Refuse to replace anything but an artifact, or to delete a stranger's file."""
+def check_place(out_dir: str | os.PathLike[str]) -> None:
+    """Refuse to replace anything but an artifact, or to delete a stranger's file.
+
+    Raises:
+        ResourceError: Something else is there, or nothing can be written there.
+    """
+    out = Path(os.path.realpath(out_dir))
+    above = next(folder for folder in out.parents if os.path.exists(folder))
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ResourceError(
+            f"artifact {out} can't be written: {above} isn't this user's to write in",
+            hint="Choose another place with -o.",
+            path=str(out),
+        )
     if not os.path.lexists(out):
         return
     if not os.path.isdir(out):

@@ -5,8 +5,9 @@ Lifecycle:
     2. Worker processes compile them (`compilekit.compiler.workers`); a bucket that
        kills its worker is reported and the rest gets a new one.
     3. `_gather` merges what the buckets say about their entries, and the artifact is
-       written in one step, only when every bucket is there.
-    4. `verify` replays every bucket in fresh processes, where the target's CPU is here.
+       written beside its place, only when every bucket is there.
+    4. `replay_all` replays every bucket in fresh processes, where the target is here.
+    5. The artifact goes to its place in one step, only if every replay equals eager.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from compilekit.artifact import (
     ManifestEntry,
     Model,
     Serve,
+    TargetVerified,
     canonical,
-    write_artifact,
+    write,
+    write_verification,
 )
 from compilekit.artifact.compare import times_path
 from compilekit.artifact.manifest import seal_manifest
@@ -47,7 +50,7 @@ from compilekit.events import (
     OnBuildEvent,
     ignore,
 )
-from compilekit.results import BucketResult, BucketVerified, BuildResult
+from compilekit.results import BucketResult, BucketStatus, BuildResult
 
 
 def build(
@@ -67,12 +70,12 @@ def build(
         out: The artifact's directory; an artifact there is replaced in one step.
         targets: Instead of the configuration's.
         jobs: Kernels compiled at once; 0 = one per CPU.
-        verify: Replay every bucket afterwards.
+        verify: Replay every bucket before the artifact goes to its place.
         attest: URI of who builds; provenance and a bill of materials are then among
             the artifact's reports. Empty = neither.
         on_event: Called with every step.
     Returns:
-        What became of every bucket. If one failed, nothing was written.
+        What became of every bucket. If one failed, an artifact in this place stays.
     Raises:
         ConfigError: the configuration can't be built.
         MismatchError: this torch or Python isn't supported.
@@ -83,7 +86,7 @@ def build(
         config = dataclasses.replace(
             config, build=dataclasses.replace(config.build, targets=targets)
         )
-    _refuse_early(config, allow_untested_torch)
+    _refuse_early(config, out, allow_untested_torch)
     if attest:
         attestation.require_libraries()
     planned = plan.make_plan(config)
@@ -115,15 +118,8 @@ def build(
                 )
                 made = _both(made, caches[target].results, logs)
             results += made
-        failed = [result for result in results if result.status == "failed"]
-        if failed:
-            return BuildResult(
-                artifact=None,
-                digest="",
-                buckets=tuple(results),
-                seconds=time.perf_counter() - began,
-                exit_code=_exit_code(failed[0]),
-            )
+        if any(result.status == "failed" for result in results):
+            return _without_artifact(results, began)
         parts, files, reports = _gather(config, planned, scratch, caches)
         reports |= _times(results)
         if attest:
@@ -132,21 +128,39 @@ def build(
             reports.update(
                 attestation.attestations(sealed, data, toml, attest, began_at, now)
             )
-        artifact = write_artifact(out, parts, files, reports)
+        with write.staged_artifact(out, parts, files, reports) as staged:
+            found: dict[str, TargetVerified] = {}
+            if verify:
+                found = _replays(staged, config, results, on_event)
+                results = _judged(results, found)
+            if any(result.status == "failed" for result in results):
+                return _without_artifact(results, began)
+            artifact = write.publish(staged, out)
+        if found:
+            write_verification(artifact, found)
     shutil.rmtree(logs, ignore_errors=True)
-    kernels = sum(path.startswith("kernels/") for path in artifact.manifest.files)
-    result = BuildResult(
+    return BuildResult(
         artifact=artifact.root,
         digest=artifact.digest,
         buckets=tuple(results),
         seconds=time.perf_counter() - began,
         size_bytes=artifact.size_bytes,
-        kernels=kernels,
+        kernels=sum(path.startswith("kernels/") for path in artifact.manifest.files),
         configs=_config_counts(artifact),
     )
-    if verify:
-        result = _verified(result, config, on_event)
-    return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+
+def _without_artifact(results: list[BucketResult], began: float) -> BuildResult:
+    """A build that leaves what was there before; the first failure is its exit code."""
+    failed = next(result for result in results if result.status == "failed")
+    kind = getattr(errors, failed.error_type, errors.CaptureError)
+    return BuildResult(
+        artifact=None,
+        digest="",
+        buckets=tuple(results),
+        seconds=time.perf_counter() - began,
+        exit_code=int(kind.exit_code),
+    )
 
 
 def _config_counts(artifact: Artifact) -> dict[str, int]:
@@ -162,8 +176,11 @@ def _config_counts(artifact: Artifact) -> dict[str, int]:
     return {name: found.count(name) for name in dict.fromkeys(found)}
 
 
-def _refuse_early(config: configuration.Config, allow_untested_torch: bool) -> None:
+def _refuse_early(
+    config: configuration.Config, out: Path, allow_untested_torch: bool
+) -> None:
     """Refuse what no worker could do, before any process starts."""
+    write.check_place(out)
     from compilekit._torch.versions import installed_torch, refuse_unsupported
 
     installed = installed_torch().version
@@ -172,6 +189,11 @@ def _refuse_early(config: configuration.Config, allow_untested_torch: bool) -> N
         from compilekit._torch.options import inductor_options
 
         configuration.check_options(config, inductor_options())
+    for weights in filter(None, (config.verify.weights, config.freeze.weights)):
+        location = weights.removeprefix("hf:")
+        found = configuration.model_directory(config.path.parent, location)
+        if found is None and not config.model.source.startswith("hf:"):
+            raise ConfigError(f"weights {weights!r}: there is no such file")
     if "program" not in config.build.routes:
         return
     tuned = [name for name in ("max_autotune",) if config.compile.options.get(name)]
@@ -204,11 +226,6 @@ def _scratch() -> Iterator[Path]:
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _exit_code(result: BucketResult) -> int:
-    kind = getattr(errors, result.error_type, errors.CaptureError)
-    return int(kind.exit_code)
 
 
 def _both(
@@ -335,47 +352,42 @@ def _described(name: str) -> dict[str, Any]:
     return fields
 
 
-def _verified(
-    result: BuildResult, config: configuration.Config, on_event: OnBuildEvent
-) -> BuildResult:
-    """Replay every bucket whose target is this machine's."""
-    if result.artifact is None:
-        return result
+def _replays(
+    staged: Artifact,
+    config: configuration.Config,
+    results: list[BucketResult],
+    on_event: OnBuildEvent,
+) -> dict[str, TargetVerified]:
+    """Target → what replays of its buckets found, if any target is this machine's."""
     flags = targets.cpu_flags()
-    runnable = {
-        name
-        for name in {bucket.target for bucket in result.buckets}
-        if _runs_here(targets.load_target(name), flags)
-    }
-    buckets = [
-        bucket
-        if bucket.target in runnable
-        else dataclasses.replace(bucket, status="unverified")
-        for bucket in result.buckets
-    ]
-    if not runnable:
-        return dataclasses.replace(result, buckets=tuple(buckets))
-    from compilekit.compiler.verify import verify
+    names = dict.fromkeys(result.target for result in results)
+    if not any(_runs_here(targets.load_target(name), flags) for name in names):
+        return {}
+    from compilekit.compiler.verify import replay_all
 
-    outcome = verify(
-        result.artifact, config=config, on_event=_as_build_event(on_event, buckets)
-    )
-    by_name: dict[tuple[str, str, str], list[BucketVerified]] = {}
-    for replay in outcome.buckets:
-        by_name.setdefault((replay.target, replay.entry, replay.bucket), []).append(
-            replay
-        )
-    for position, bucket in enumerate(buckets):
-        replays = by_name.get((bucket.target, bucket.entry, bucket.bucket), [])
+    shown = _as_build_event(on_event, results)
+    return replay_all(staged, config=config, on_event=shown)
+
+
+def _judged(
+    results: list[BucketResult], found: Mapping[str, TargetVerified]
+) -> list[BucketResult]:
+    """What became of the buckets, now that they were replayed."""
+    judged = []
+    for result in results:
+        rows = found[result.target].buckets if result.target in found else ()
+        name = result.entry, result.bucket
+        replays = [row for row in rows if (row.entry, row.bucket) == name]
         wrong = next((replay for replay in replays if not replay.passed), None)
         if wrong is not None:
-            buckets[position] = dataclasses.replace(
-                bucket, status="failed", error=wrong.message, error_type="VerifyError"
+            result = dataclasses.replace(
+                result, status="failed", error=wrong.message, error_type="VerifyError"
             )
-        elif replays:
-            buckets[position] = dataclasses.replace(bucket, status="verified")
-    code = 0 if outcome.passed else errors.VerifyError.exit_code
-    return dataclasses.replace(result, buckets=tuple(buckets), exit_code=code)
+        else:
+            status: BucketStatus = "verified" if replays else "unverified"
+            result = dataclasses.replace(result, status=status)
+        judged.append(result)
+    return judged
 
 
 def _runs_here(target: targets.Target, flags: frozenset[str]) -> bool:

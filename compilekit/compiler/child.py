@@ -49,5 +49,4 @@ def _process_error(exc: Exception) -> ProcessError:
 def error_of(said: ProcessError) -> errors.CompilekitError:
     """The error that ended a child, to be raised or reported by its parent."""
     kind = getattr(errors, said.error_type)
-    error: errors.CompilekitError = kind(said.message, hint=said.hint)
-    return error
+    return errors.rebuild(kind, said.message, said.hint, {})

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from compilekit.compiler.names import (
-    model_directory,
     model_dtype,
     nearest,
     torch_dtype,
 )
-from compilekit.config import Config
+from compilekit.config import Config, model_directory
 from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def from_pretrained(config: Config, weights: str) -> nn.Module:
     model_class = _class(config, hf_config)
     dtype = _dtype(config, hf_config)
     location = weights.removeprefix("hf:")
-    directory = model_directory(config, location)
+    directory = model_directory(config.path.parent, location)
     try:
         model, info = model_class.from_pretrained(
             directory or location,
@@ -140,7 +139,7 @@ def _configuration(config: Config) -> Any:
     """Read ``config.json`` and nothing else, with ``[model] config`` laid over it."""
     transformers = _transformers()
     location = config.model.source.removeprefix("hf:")
-    directory = model_directory(config, location)
+    directory = model_directory(config.path.parent, location)
     try:
         hf_config = transformers.AutoConfig.from_pretrained(
             directory or location,

@@ -28,11 +28,10 @@ from compilekit._torch.fake import (
 from compilekit.compiler import hugging_face
 from compilekit.compiler.names import (
     import_function,
-    model_directory,
     model_dtype,
     nearest,
 )
-from compilekit.config import Config, EntryConfig
+from compilekit.config import Config, EntryConfig, model_directory
 from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 
 
@@ -152,7 +151,7 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 def _load_weights(model: nn.Module, config: Config, weights: str) -> None:
     import safetensors.torch
 
-    file = model_directory(config, weights)
+    file = model_directory(config.path.parent, weights)
     if file is None or not os.path.isfile(file):
         raise ConfigError(
             f"weights {weights!r}: expected a safetensors file (a factory's model is"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from compilekit.config import PACKAGE, Config, is_hub_id, package_data
+from compilekit.config import Config
 from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
 
 
@@ -47,30 +45,6 @@ def import_function(config: Config, source: str, where: str) -> Callable[..., An
             hint=nearest(name, dir(module)),
         )
     return function  # type: ignore[no-any-return]
-
-
-def model_directory(config: Config, location: str) -> Path | None:
-    """Find the local directory (or file) that a source or ``weights`` value means.
-
-    Args:
-        config: The configuration; relative paths are relative to its folder.
-        location: A path, a Hugging Face id, or ``package:NAME/DIR`` for data that an
-            installed Python package ships (the package isn't imported).
-    Returns:
-        The directory, or None if `location` can only be a Hugging Face id.
-    Raises:
-        ConfigError: there is no such directory or package, or it can't be looked at.
-    """
-    if location.startswith(PACKAGE):
-        return package_data(location)
-    path = config.path.parent / os.path.expanduser(location)
-    try:
-        os.stat(path)
-    except OSError as exc:
-        if is_hub_id(location):
-            return None
-        raise ConfigError(f"{path} can't be read: {exc.strerror}") from exc
-    return path.resolve()
 
 
 def torch_dtype(name: str, where: str) -> torch.dtype:

@@ -68,17 +68,50 @@ def verify(
 
     Args:
         path: The artifact.
-        config: The configuration it was built from; by default the copy in its
-            reports, with relative paths taken from the current directory.
-        weights: As in ``[verify] weights``; None = what the configuration says.
-        threads: Thread counts; 1, N and 4N by default, N being this machine's CPUs.
-        jobs: Replays at once; 0 = half the CPUs.
+        config, weights, threads, jobs, on_event: See `replay_all`.
     Raises:
         MismatchError: the artifact doesn't fit this machine.
         ConfigError: the model can't be built here.
     """
     began = time.perf_counter()
     artifact = open_artifact(path)
+    found = replay_all(
+        artifact,
+        config=config,
+        weights=weights,
+        threads=threads,
+        jobs=jobs,
+        on_event=on_event,
+    )
+    record = write_verification(artifact, found)
+    rows = tuple(row for one in found.values() for row in one.buckets)
+    return VerifyResult(rows, record, artifact.digest, time.perf_counter() - began)
+
+
+def replay_all(
+    artifact: Artifact,
+    *,
+    config: Config | None = None,
+    weights: str | None = None,
+    threads: tuple[int, ...] = (),
+    jobs: int = 0,
+    on_event: OnVerifyEvent = ignore,
+) -> dict[str, TargetVerified]:
+    """Replay every bucket that this machine can run.
+
+    Args:
+        config: The configuration it was built from; by default the copy in its
+            reports, with relative paths taken from the current directory.
+        weights: As in ``[verify] weights``; None = what the configuration says.
+        threads: Thread counts; 1, N and 4N by default, N being this machine's CPUs.
+        jobs: Replays at once; 0 = half the CPUs.
+    Returns:
+        Target → what its replays found.
+    Raises:
+        MismatchError: the artifact doesn't fit this machine.
+        ConfigError: the model can't be built here.
+        NeedsDeviceError: there is nothing to replay here.
+    """
     refuse(f"artifact {artifact.root} can't be verified here", check(artifact))
     here = _targets_here(artifact)
     cpus = os.cpu_count() or 1
@@ -114,17 +147,12 @@ def verify(
             mine = [item for item in enumerate(work, 1) if item[1].target == target]
             with ThreadPoolExecutor(max_workers=at_once) as pool:
                 rows[target] = [row for done in pool.map(replay, mine) for row in done]
-    result = tuple(row for mine in rows.values() for row in mine)
-    if not result:
+    if not any(rows.values()):
         raise NeedsDeviceError(f"artifact {artifact.root} has nothing to verify here")
-    record = write_verification(
-        artifact,
-        {
-            target: TargetVerified(describe_machine(kind), tuple(rows[target]))
-            for target, kind in here.items()
-        },
-    )
-    return VerifyResult(result, record, artifact.digest, time.perf_counter() - began)
+    return {
+        target: TargetVerified(describe_machine(kind), tuple(rows[target]))
+        for target, kind in here.items()
+    }
 
 
 class _Work(NamedTuple):

@@ -38,7 +38,7 @@ from compilekit.config.rules import (
     RANGES,
     ROUTES,
 )
-from compilekit.config.sources import PACKAGE, is_hub_id, package_data
+from compilekit.config.sources import PACKAGE, is_hub_id, model_directory, package_data
 
 __all__ = [
     "FORCED_OPTIONS",
@@ -73,5 +73,6 @@ __all__ = [
     "is_script",
     "key_lines",
     "load",
+    "model_directory",
     "package_data",
 ]

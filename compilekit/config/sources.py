@@ -37,3 +37,27 @@ def package_data(location: str) -> Path:
         if os.path.exists(path):
             return path.resolve()
     raise ConfigError(f"{location!r}: package {name!r} has no {inside!r}")
+
+
+def model_directory(folder: Path, location: str) -> Path | None:
+    """Find the local directory (or file) that a source or ``weights`` value means.
+
+    Args:
+        folder: Of the configuration; relative paths are relative to it.
+        location: A path, a Hugging Face id, or ``package:NAME/DIR`` for data that an
+            installed Python package ships (the package isn't imported).
+    Returns:
+        The directory, or None if `location` can only be a Hugging Face id.
+    Raises:
+        ConfigError: there is no such directory or package, or it can't be looked at.
+    """
+    if location.startswith(PACKAGE):
+        return package_data(location)
+    path = folder / os.path.expanduser(location)
+    try:
+        os.stat(path)
+    except OSError as exc:
+        if is_hub_id(location):
+            return None
+        raise ConfigError(f"{path} can't be read: {exc.strerror}") from exc
+    return path.resolve()
