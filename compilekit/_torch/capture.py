@@ -82,11 +82,13 @@ class GuardedRead:
         kind: Dynamo's guard type, e.g. ``CONSTANT_MATCH``.
         attribute: What a ``HASATTR`` guard asked the value for; empty in 2.11, where
             the attribute is part of the source.
+        key: What a ``DICT_CONTAINS`` or ``DICT_NOT_CONTAINS`` guard looked for.
     """
 
     source: str
     kind: str
     attribute: str = ""
+    key: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,7 @@ def capture_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Capture
         fake_mode=backend.fake_mode,
         raw=raw,
         reads=tuple(
-            GuardedRead(guard.name, guard.create_fn_name(), _asked_for(guard.create_fn))
+            _guarded_read(guard.name, guard.create_fn_name(), guard.create_fn)
             for guard in output_graph.guards
             if guard.name
         ),
@@ -163,9 +165,16 @@ def capture_call(function: Callable[..., Any], args: tuple[Any, ...]) -> Capture
     )
 
 
-def _asked_for(create_guard: Any) -> str:
-    """Attribute in a guard's arguments, e.g. ``partial(HASATTR, attr="bias")``."""
-    return str(getattr(create_guard, "keywords", {}).get("attr", ""))
+def _guarded_read(source: str, kind: str, create_guard: Any) -> GuardedRead:
+    """A guard, with what its arguments ask for: ``partial(HASATTR, attr="bias")``.
+
+    Source: torch/_dynamo/guards.py, GuardBuilder.HASATTR, DICT_CONTAINS (2.11, where
+    ``invert`` may turn it round) and DICT_NOT_CONTAINS (2.13).
+    """
+    asked = getattr(create_guard, "keywords", {})
+    if kind == "DICT_CONTAINS" and asked.get("invert"):
+        kind = "DICT_NOT_CONTAINS"
+    return GuardedRead(source, kind, str(asked.get("attr", "")), asked.get("key"))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from compilekit.compiler.sources import Place
 from compilekit.compiler.traced_call import TracedCall
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import UnsupportedByProgramError
-from compilekit.runtime.code import code_digest, find_functions, function_digest
+from compilekit.runtime.code import code_digest, find_functions, named_digest
 from compilekit.runtime.model import (
     SCALARS,
     ModelView,
@@ -140,10 +140,9 @@ def _traced_code(captured: dynamo.Capture) -> dict[str, str]:
         package = name.partition(":")[0].split(".")[0]
         if "<locals>" in name or package in _NOT_TRACED:
             continue
-        found = {code_digest(f.__code__): f for f in find_functions(name)}
-        function = found.get(code_digest(code))
-        if function is not None:
-            digests[name] = function_digest(function)
+        found = [code_digest(function.__code__) for function in find_functions(name)]
+        if code_digest(code) in found:
+            digests[name] = named_digest(name)
     return dict(sorted(digests.items()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,27 +16,49 @@ from compilekit.compiler.sources import (
     MODEL,
     Scope,
     module_of_alias,
+    steps_above,
     steps_of,
     without_registries,
 )
-from compilekit.runtime.model import FUNCTIONS, SCALARS, is_shown, shown
+from compilekit.runtime.model import (
+    FUNCTIONS,
+    MISSING,
+    SCALARS,
+    ModelView,
+    is_shown,
+    shown,
+    value_at,
+)
 from compilekit.runtime.result import class_name
 
 _VALUE_GUARDS = frozenset(
     {"CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "BOOL_MATCH", "NONE_MATCH"}
 )
 _SHOWN_GUARDS = _VALUE_GUARDS | {"SET_CONTAINS"}
-_FUNCTION_GUARDS = frozenset(
-    {"CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "ID_MATCH"}
+_NAMED_GUARDS = frozenset(
+    {
+        *("CLOSURE_MATCH", "FUNCTION_MATCH", "BUILTIN_MATCH", "ID_MATCH"),
+        *("CLASS_MATCH", "MODULE_MATCH"),
+    }
 )
-_LENGTH_GUARDS = frozenset({"SEQUENCE_LENGTH", "LIST_LENGTH", "DICT_LENGTH"})
+_LENGTH_GUARDS = frozenset(
+    {"SEQUENCE_LENGTH", "LIST_LENGTH", "DICT_LENGTH", "EMPTY_NN_MODULE_HOOKS_DICT"}
+)
+_CONTAINS = frozenset({"DICT_CONTAINS", "DICT_NOT_CONTAINS"})
+_INHERITED = "NOT_PRESENT_IN_GENERIC_DICT"
 _KEY_GUARDS = frozenset({"DICT_KEYS_MATCH"})
 # What `runtime.model.module_mismatches` looks at itself: the training flag and hooks
 # (and any forward), and a mark that transformers leaves on a model with hooks.
 _OUR_FLAGS = frozenset(
     {"training", "_is_full_backward_hook", "_output_capturing_hooks_installed"}
 )
-_NOT_READ = frozenset({"_forward_hooks", "_forward_pre_hooks", "__class__"})
+_HOOKS = frozenset(
+    {
+        *("_forward_hooks", "_forward_hooks_with_kwargs", "_backward_hooks"),
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+        "_backward_pre_hooks",
+    }
+)
 # Guards here are about torch itself, or us; both versions are factors.
 _NOT_THE_MODELS = frozenset(
     {"torch", "compilekit", "collections", "inspect", "typing", "functools", "math"}
@@ -47,70 +70,115 @@ def reads(
 ) -> tuple[Read, ...]:
     """The Python values the graph depends on, from Dynamo's guards.
 
-    Only values that JSON can hold are kept, and classes of objects below the model.
+    Only values that JSON can hold are kept, names of functions and classes, and classes
+    of objects below the model.
     """
-    scope = Scope(capture, model, kwargs)
+    scope, view = Scope(capture, model, kwargs), ModelView(model)
     found: dict[tuple[str, str], Read] = {}
     for guard in capture.reads:
-        steps = steps_of(guard.source)
-        asked = guard.kind == "HASATTR"
-        # The attribute is the class's, as most methods are.
-        inherited = guard.kind == "NOT_PRESENT_IN_GENERIC_DICT"
-        if steps is not None and guard.attribute and (asked or inherited):
-            steps = (*steps, guard.attribute)
-        if steps is None or len(steps) < 3:
-            continue
-        path = _read_path(steps)
-        if path is None:
-            continue
-        try:
-            value = scope.follow(steps)
-        except (AttributeError, KeyError, IndexError, TypeError):
-            if asked:
-                found[(path, "absent")] = Read(path, "absent", None)
-            continue
-        if (guard.kind in _VALUE_GUARDS or inherited) and is_plain(value):
-            # Infinity and NaN have no JSON; they are kept as they print.
-            read = (
-                Read(path, "value", value)
-                if is_json(value)
-                else Read(path, "repr", shown(value))
-            )
-        elif ((guard.kind in _SHOWN_GUARDS or inherited) and is_shown(value)) or (
-            guard.kind in _FUNCTION_GUARDS and _is_the_models(path, value)
+        steps = _asked(guard)
+        path = None if steps is None else _read_path(steps, view)
+        read = None
+        if steps is None:
+            read = _whole(guard, scope, view)
+        elif path is not None:
+            read = _read(guard, steps, path, scope, view)
+        # `absent` of a registry may be a property of the class.
+        if read is not None and (
+            read.kind != "absent" or value_at(view, read.path) is MISSING
         ):
-            read = Read(path, "repr", shown(value))
-        elif inherited and _is_own_method(str(steps[-1]), value):
-            read = Read(path, "inherited", None)
-        elif guard.kind in _KEY_GUARDS and is_plain(list(value)):
-            # What a loop goes through: the layers of a list of modules, a dict's items.
-            read = Read(path, "keys", list(value))
-        elif guard.kind in _LENGTH_GUARDS and _has_own_length(path, value):
-            read = Read(path, "length", len(value))
-        elif guard.kind == "TYPE_MATCH" and _names_own_class(path, value):
-            read = Read(path, "type", class_name(type(value)))
-        else:
-            continue
-        found[(path, read.kind)] = read
+            found[(read.path, read.kind)] = read
     return tuple(found[key] for key in sorted(found))
 
 
-def _is_the_models(path: str, value: Any) -> bool:
-    """True for a function that an object below the model has as a value.
+def _asked(guard: dynamo.GuardedRead) -> tuple[paths.Step, ...] | None:
+    """The steps to what a guard is about; None if no path leads there."""
+    steps = steps_of(guard.source)
+    if steps is None:
+        return None
+    if guard.kind in ("HASATTR", _INHERITED) and guard.attribute:
+        return (*steps, guard.attribute)
+    if guard.kind in _CONTAINS:
+        return (*steps, (guard.key,)) if type(guard.key) in (str, int) else None
+    return steps
 
-    Of those in Python modules the code is kept.
+
+def _read(
+    guard: dynamo.GuardedRead,
+    steps: tuple[paths.Step, ...],
+    path: str,
+    scope: Scope,
+    view: ModelView,
+) -> Read | None:
+    """What of a value is to be the same; None if nothing is."""
+    # The attribute is the class's, as most methods are.
+    inherited = guard.kind == _INHERITED
+    try:
+        value = scope.follow(steps)
+    except (AttributeError, KeyError, IndexError, TypeError):
+        absent = guard.kind in ("HASATTR", "DICT_NOT_CONTAINS")
+        return Read(path, "absent", None) if absent else None
+    if isinstance(value, torch.Tensor):
+        return None
+    if guard.kind == "DICT_CONTAINS":
+        return Read(path, "type", class_name(type(value)))
+    if (guard.kind in _VALUE_GUARDS or inherited) and is_plain(value):
+        # Infinity and NaN have no JSON; they are kept as they print.
+        if is_json(value):
+            return Read(path, "value", value)
+        return Read(path, "repr", shown(value))
+    if (guard.kind in _SHOWN_GUARDS or inherited) and is_shown(value):
+        return Read(path, "repr", shown(value))
+    if guard.kind in _NAMED_GUARDS and _is_found_by_name(steps, path, value):
+        return Read(path, "repr", shown(value))
+    if inherited and _is_own_method(path, value, view):
+        return Read(path, "inherited", None)
+    if guard.kind in _KEY_GUARDS and is_plain(list(value)):
+        # What a loop goes through: the layers of a list of modules, a dict's items.
+        return Read(path, "keys", list(value))
+    if guard.kind in _LENGTH_GUARDS and _has_own_length(path, value):
+        return Read(path, "length", len(value))
+    if guard.kind == "TYPE_MATCH" and _names_own_class(path, value):
+        return Read(path, "type", class_name(type(value)))
+    return None
+
+
+def _whole(guard: dynamo.GuardedRead, scope: Scope, view: ModelView) -> Read | None:
+    """All of a dict below the model, some key of which no path can hold.
+
+    Dicts of Python modules are left out: a registry grows with each model that a
+    process makes.
     """
-    return not path.startswith("module:") and isinstance(value, FUNCTIONS)
+    contains = guard.kind in _CONTAINS
+    steps = (steps_of if contains else steps_above)(guard.source)
+    path = None if steps is None else _read_path(steps, view)
+    if steps is None or path is None or path.startswith("module:"):
+        return None
+    value = scope.follow(steps)
+    return Read(path, "repr", shown(value)) if isinstance(value, dict) else None
 
 
-def _is_own_method(name: str, value: Any) -> bool:
+def _is_found_by_name(steps: tuple[paths.Step, ...], path: str, value: Any) -> bool:
+    """True for a function, class or Python module that stands there under a name.
+
+    Of a function in the file that defines it the code is kept, and of a class's method.
+    """
+    if isinstance(value, FUNCTIONS):
+        is_method = "__class__" in steps and "." in value.__qualname__
+        is_here = path == f"module:{value.__module__}:{value.__qualname__}"
+        return not (is_method or is_here)
+    return isinstance(value, (type, ModuleType))
+
+
+def _is_own_method(path: str, value: Any, view: ModelView) -> bool:
     """False for a forward, which is looked at anyhow, for what Python looks up in the
-    class whatever an instance has, and for torch's own methods."""
-    package = str(getattr(value, "__module__", "")).split(".")[0]
+    class whatever an instance has, and for how torch calls a module."""
+    owner, _, name = path.rpartition(".")
+    module = str(getattr(value, "__module__", ""))
     return (
-        name != "forward"
+        not (name == "forward" and owner in view.modules)
         and not (name.startswith("__") and name.endswith("__"))
-        and package not in _NOT_THE_MODELS
+        and module != torch.nn.Module.__module__
     )
 
 
@@ -125,18 +193,35 @@ def _names_own_class(path: str, value: Any) -> bool:
     return not path.startswith("module:") and type(value).__module__ != "builtins"
 
 
-def _read_path(steps: tuple[paths.Step, ...]) -> str | None:
+def _read_path(steps: tuple[paths.Step, ...], view: ModelView) -> str | None:
+    """Where a value lies; None for what is no part of the model or looked at anyhow."""
+    if len(steps) < 3:
+        return None
     if steps[0] == "L" and steps[1] == (MODEL,):
         below = without_registries(steps[2:])
-        if not below or below[-1] in _OUR_FLAGS or not _NOT_READ.isdisjoint(below):
-            return None
-        return paths.render(below)
+        return None if _is_looked_at(below, view) else paths.render(below)
     if steps[0] == "G" and isinstance(steps[1], tuple):
         module = module_of_alias(str(steps[1][0]))
         if module is None or module.split(".")[0] in _NOT_THE_MODELS:
             return None
-        return f"module:{module}:{paths.render(steps[2:])}"
+        path = f"module:{module}:{paths.render(steps[2:])}"
+        owner = value_at(view, f"module:{module}:{steps[2]}")
+        # What a file knows torch by counts; what torch has under it is torch's.
+        is_foreign = isinstance(owner, ModuleType) and (
+            owner.__name__.split(".")[0] in _NOT_THE_MODELS
+        )
+        return None if is_foreign and len(steps) > 3 else path
     return None
+
+
+def _is_looked_at(steps: tuple[paths.Step, ...], view: ModelView) -> bool:
+    """True for what `module_mismatches` compares of each module by itself."""
+    if not steps or steps[-1] == "__class__":
+        return True
+    for place, step in enumerate(steps):
+        if step in _OUR_FLAGS or step in _HOOKS:
+            return paths.render(steps[:place]) in view.modules
+    return False
 
 
 def is_json(value: Any) -> bool:

@@ -65,7 +65,11 @@ def without_registries(steps: tuple[paths.Step, ...]) -> tuple[paths.Step, ...]:
 
 
 def steps_of(source: str) -> tuple[paths.Step, ...] | None:
-    """The names and keys of an expression made of attributes and subscripts only."""
+    """The names and keys of an expression of attributes, subscripts and classes.
+
+    ``type(x)`` is ``x.__class__``; ``dict(x.__dict__)``, as Dynamo writes the dict of a
+    class, is ``x.__dict__``.
+    """
     try:
         node: ast.expr = ast.parse(source, mode="eval").body
     except SyntaxError:
@@ -76,18 +80,43 @@ def steps_of(source: str) -> tuple[paths.Step, ...] | None:
             steps.append(node.attr)
             node = node.value
         elif isinstance(node, ast.Subscript):
-            key = node.slice
-            if not isinstance(key, ast.Constant) or not isinstance(
-                key.value, (str, int)
-            ):
+            key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            # True is an int as well, and no path has it as a key.
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
                 return None
-            steps.append((key.value,))
+            steps.append((key,))
             node = node.value
+        elif isinstance(node, ast.Call) and len(node.args) == 1:
+            called = ast.unparse(node.func)
+            if called == "type":
+                steps.append("__class__")
+            elif called != "dict":
+                return None
+            (node,) = node.args
         elif isinstance(node, ast.Name):
             steps.append(node.id)
             return tuple(reversed(steps))
         else:
             return None
+
+
+def steps_above(source: str) -> tuple[paths.Step, ...] | None:
+    """The steps to the innermost thing that an expression looks into by a path.
+
+    Dynamo writes ``x.d[None]``, ``x.d[list(dict.keys(x.d))[0]]`` and
+    ``dict.__getitem__(x.d, …)`` for values of ``x.d`` whose key no path can hold.
+    """
+    node: ast.expr = ast.parse(source, mode="eval").body
+    while True:
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            node = node.value
+        elif isinstance(node, ast.Call) and node.args:
+            node = node.args[0]
+        else:
+            return None
+        steps = steps_of(ast.unparse(node))
+        if steps is not None:
+            return steps
 
 
 def readable(source: str) -> str:

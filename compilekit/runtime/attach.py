@@ -125,6 +125,10 @@ def attach(
                 " tensors are recorded or made up",
                 hint="Attach outside of it.",
             )
+        if not isinstance(model, torch.nn.Module):
+            raise AttachError(
+                f"attach: expected a torch.nn.Module, found a {type(model).__name__}"
+            )
         load = lazy_program if _is_lazy(loading) else load_program
         opened = open_required(artifact)
         clock.lap("open")
@@ -342,6 +346,12 @@ def _policies(on_uncovered: str | None, artifact: Artifact) -> tuple[str, str]:
 def _entries(
     artifact: Artifact, target: str, only: str | None, model: torch.nn.Module
 ) -> tuple[Entry, ...]:
+    if "program" not in artifact.manifest.routes:
+        raise AttachError(
+            f"artifact {artifact.root} has no programs, only caches for torch.compile",
+            hint="Call compilekit.restore() before torch.compile instead, or build it"
+            ' with routes = ["program"].',
+        )
     known = tuple(artifact.manifest.entries)
     if only is not None and only not in known:
         raise ConfigError(f"entry: expected one of {', '.join(known)}, found {only}")

@@ -85,6 +85,15 @@ def find_functions(name: str) -> tuple[types.FunctionType, ...]:
     return tuple(_unwrap(value))
 
 
+def named_digest(name: str) -> str:
+    """sha256 over a function and all that it wraps, or is wrapped in, under its name.
+
+    Empty if there is no function of that name.
+    """
+    found = [function_digest(function) for function in find_functions(name)]
+    return hashlib.sha256(" ".join(found).encode()).hexdigest() if found else ""
+
+
 def _unwrap(value: Any) -> list[types.FunctionType]:
     functions: list[types.FunctionType] = []
     pending, seen = [value], set()

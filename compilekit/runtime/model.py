@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from compilekit._torch.runtime import (
 )
 from compilekit.artifact.program import Entry, Parameter, Read, TensorSpec
 from compilekit.errors import Mismatch
-from compilekit.runtime.code import find_functions, function_digest
+from compilekit.runtime.code import function_digest, named_digest
 from compilekit.runtime.frozen import frozen_mismatches
 
 MISSING = object()
@@ -61,15 +61,18 @@ class ModelView:
 
 def _submodules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """As ``named_modules(remove_duplicate=False)``, in a fifth of its time."""
-    waiting = [("", model)]
+    waiting: list[tuple[str, torch.nn.Module, tuple[torch.nn.Module, ...]]]
+    waiting = [("", model, ())]
     while waiting:
-        path, module = waiting.pop()
+        path, module, above = waiting.pop()
         yield path, module
         prefix = f"{path}." if path else ""
+        above = (*above, module)
         waiting += [
-            (prefix + name, child)
+            (prefix + name, child, above)
             for name, child in reversed(registries(module)[2].items())
-            if child is not None
+            # A child that holds its parent would lead round and round.
+            if child is not None and not any(child is each for each in above)
         ]
 
 
@@ -326,11 +329,12 @@ def _read_value(view: ModelView, read: Read) -> Any:
     """What lies there now; of an inherited one, whether an instance replaced it."""
     path, _, name = read.path.rpartition(".")
     inherited = read.kind == "inherited"
-    value = _value_at(view, path if inherited else read.path)
+    value = value_at(view, path if inherited else read.path)
     return _is_replaced(value, name) if inherited else value
 
 
-def _value_at(view: ModelView, place: str) -> Any:
+def value_at(view: ModelView, place: str) -> Any:
+    """The value at a read's path, or `MISSING`."""
     if not place.startswith("module:"):
         return view.get(place) if place else view.model
     _, module, path = place.split(":", 2)
@@ -351,14 +355,28 @@ _SHOWN = (bytes, complex, torch.dtype, torch.device, torch.layout, torch.memory_
 
 
 def shown(value: Any) -> str:
-    """That text, the same in each process."""
+    """That text, the same in each process; for other objects, that of their class.
+
+    A function's says what it does: all lambdas of a function have one name.
+    """
     if isinstance(value, (frozenset, set)):
         return f"{type(value).__name__} {sorted(map(shown, value))}"
+    if isinstance(value, Mapping):
+        items = [f"{shown(key)}: {shown(part)}" for key, part in value.items()]
+        return f"{type(value).__name__} {{{', '.join(items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} [{', '.join(map(shown, value))}]"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if type(value) in SCALARS or isinstance(value, _SHOWN):
+        return repr(value)
+    named = value if isinstance(value, (*FUNCTIONS, type)) else type(value)
+    name = f"{named.__module__}:{named.__qualname__}"
     if isinstance(value, enum.Enum):
-        return f"{type(value).__module__}:{type(value).__qualname__}.{value.name}"
-    if isinstance(value, FUNCTIONS):
-        return f"{value.__module__}:{value.__qualname__}"
-    return repr(value)
+        return f"{name}.{value.name}"
+    if isinstance(value, FunctionType):
+        return f"{name} {function_digest(value)[:12]}"
+    return name
 
 
 def _as_read(value: Any, kind: str) -> Any:
@@ -376,7 +394,7 @@ def _as_read(value: Any, kind: str) -> Any:
     if kind == "length":
         return len(value) if hasattr(value, "__len__") else MISSING
     if kind == "keys":
-        return list(value) if isinstance(value, Mapping) else MISSING
+        return _without_tuples(list(value)) if isinstance(value, Mapping) else MISSING
     return _without_tuples(value)
 
 
@@ -388,13 +406,13 @@ def _without_tuples(value: Any) -> Any:
 
 def _code(entry: Entry) -> Iterator[Mismatch]:
     for name, expected in entry.code.items():
-        found = [function_digest(function) for function in find_functions(name)]
-        if expected not in found:
+        found = named_digest(name)
+        if found != expected:
             yield _mismatch(
                 f"function {name}",
                 f"code {expected[:12]}",
-                f"code {found[0][:12]}" if found else "nothing",
-                "It, or a default of it, has changed since it was compiled in.",
+                f"code {found[:12]}" if found else "nothing",
+                "It, a default or a decorator of it changed since it was compiled in.",
                 "Build again with this source.",
             )
 
