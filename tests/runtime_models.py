@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -50,9 +50,32 @@ class Slotted:
         self.gain = 2.0
 
 
+class Gains:
+    """Values that a class has for all its objects, as registries do."""
+
+    table: ClassVar[dict[str, Any]] = {"kinds": torch.neg}
+
+
+class Base(nn.Module):
+    """What a subclass reads through super()."""
+
+    offset = 0.5
+
+
+relu = torch.relu
+
+
 def halved(x: torch.Tensor) -> torch.Tensor:
     """A function that a model holds."""
     return x / 2
+
+
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    """A third one, by the name of the first, as lambdas have one name."""
+    return x * 3
+
+
+tripled.__qualname__ = halved.__qualname__
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +94,7 @@ class Step(nn.Module):
         return x + torch.tanh(self.linear(x)) * gain
 
 
-class Zoo(nn.Module):
+class Zoo(Base):
     """Methods that are built as entries, by tests/runtime_zoo.toml."""
 
     factor = 2.0
@@ -95,6 +118,11 @@ class Zoo(nn.Module):
         self.act = torch.tanh
         self.second = halved
         self.slotted = Slotted()
+        self.gains = Gains()
+        self.by_mode = {Mode.FAST: 2.0}
+        self.layer_class = nn.ReLU
+        self.loose = {"gate": nn.Dropout(0.0)}
+        self.conv = nn.Conv1d(1, 1, 1)
 
     def forward(
         self,
@@ -163,6 +191,13 @@ class Zoo(nn.Module):
             x = x + 1
         if "a" in self.tags:
             x = x + 1
+        if "late" in self.options:
+            x = x * self.options["late"]
+        if self.layer_class is nn.ReLU:
+            x = x + 1
+        x = relu(x) * self.by_mode[Mode.FAST] + super().offset
+        x = self.gains.table["kinds"](self.loose["gate"](x))
+        x = self.conv(x[:, None]).squeeze(1)
         x = self.helper(self.second(self.act(x)))
         return (x * self.factor * self.slotted.gain).to(self.kind)
 

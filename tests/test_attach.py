@@ -307,7 +307,7 @@ def test_differences_of_all_kinds_come_together(
         "tensor steps.0.linear.bias",
         "tied weights embedding.weight, head.weight",
         "hooks of steps.1",
-        "mode of the model and 9 more",
+        "mode of the model and 10 more",
     ):
         assert factor in factors
     assert f"{len(factors)} factors differ" in error.message

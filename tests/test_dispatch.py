@@ -755,6 +755,32 @@ KINDS: dict[str, tuple[Callable[[Zoo], object], str]] = {
     "function": (lambda m: setattr(m, "second", runtime_models.doubled), "second"),
     "method": (lambda m: setattr(m, "helper", lambda x: x), "helper"),
     "slot": (lambda m: setattr(m.slotted, "gain", 4.0), "slotted.gain"),
+    "key": (lambda m: m.options.update(late=2.0), 'options["late"]'),
+    "value of a key that no path holds": (
+        lambda m: m.by_mode.update({runtime_models.Mode.FAST: 3.0}),
+        "by_mode",
+    ),
+    "class": (lambda m: setattr(m, "layer_class", nn.Sigmoid), "layer_class"),
+    "function of the same name": (
+        lambda m: setattr(m, "second", runtime_models.tripled),
+        "second",
+    ),
+    "mode of a module in a dict": (
+        lambda m: m.loose["gate"].eval(),
+        'loose["gate"].training',
+    ),
+    "forward of a module in a dict": (
+        lambda m: setattr(m.loose["gate"], "forward", lambda x: x),
+        'loose["gate"].forward',
+    ),
+    "hook of a module in a dict": (
+        lambda m: m.loose["gate"].register_forward_hook(lambda *_: None),
+        'length of loose["gate"]._forward_hooks',
+    ),
+    "torch's method": (
+        lambda m: setattr(m.conv, "_conv_forward", lambda x, *_: x),
+        "conv._conv_forward",
+    ),
 }
 
 
@@ -780,15 +806,63 @@ def test_values_of_all_kinds(
     assert f"{what}: the artifact has" in caught.value.message
 
 
-def test_a_class_is_watched_for_its_values(
-    attached: Attached, monkeypatch: pytest.MonkeyPatch
+def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as those who patch it leave it: the old one, and something more."""
+    return lambda *args: method(*args) * 2
+
+
+ELSEWHERE: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "value of a class": (
+        lambda patch: patch.setattr(runtime_models.Zoo, "factor", 3.0),
+        "factor: the artifact has 2.0",
+    ),
+    "value of a base class": (
+        lambda patch: patch.setattr(runtime_models.Base, "offset", 3.0),
+        "offset: the artifact has 0.5",
+    ),
+    "dict of a class": (
+        lambda patch: patch.setitem(runtime_models.Gains.table, "kinds", torch.abs),
+        'gains.__class__.table["kinds"]',
+    ),
+    "torch's function by a name of the file": (
+        lambda patch: patch.setattr(runtime_models, "relu", torch.sigmoid),
+        "module:runtime_models:relu",
+    ),
+    "method in another one": (
+        lambda patch: patch.setattr(
+            runtime_models.Zoo, "helper", wrapped(runtime_models.Zoo.helper)
+        ),
+        "function runtime_models:Zoo.helper",
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_values_outside_the_model(
+    zoo_artifact: Path,
+    make_zoo: MakeZoo,
+    name: str,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An attribute that instances have from their class."""
-    model, x = attached("kinds"), torch.randn(4, 4)
-    model.kinds(x)
-    monkeypatch.setattr(runtime_models.Zoo, "factor", 3.0)
-    with pytest.raises(MismatchError, match=r"factor: the artifact has 2\.0"):
-        model.kinds(x)
+    """What a graph was made for in classes and files, before attach and later."""
+    change, what = ELSEWHERE[name]
+    model, x = make_zoo(), torch.randn(4, 4)
+    if when == "before":
+        change(monkeypatch)
+        with pytest.raises(MismatchError) as caught:
+            compilekit.attach(model, zoo_artifact, entry="kinds")
+    else:
+        expected = model.kinds(x)
+        compilekit.attach(model, zoo_artifact, entry="kinds")
+        torch.testing.assert_close(model.kinds(x), expected)
+        with monkeypatch.context() as patch:
+            change(patch)
+            with pytest.raises(MismatchError) as caught:
+                model.kinds(x)
+        torch.testing.assert_close(model.kinds(x), expected)
+    assert what in caught.value.message
 
 
 def test_loading_another_model_meanwhile(attached: Attached) -> None:

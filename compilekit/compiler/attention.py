@@ -15,6 +15,9 @@ from typing import Any
 
 from compilekit.errors import CaptureError
 
+# What transformers knows ours by, while a language model's steps are traced.
+GROUPED = "compilekit_grouped"
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:

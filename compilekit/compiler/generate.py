@@ -39,13 +39,12 @@ from transformers.masking_utils import sdpa_mask
 
 from compilekit._torch.fake import FakeTensorMode, fake_mode_of
 from compilekit._torch.ops import compute_once
+from compilekit.compiler.attention import GROUPED
 from compilekit.config import Config, EntryConfig, InputConfig
 from compilekit.errors import UnsupportedByProgramError
 from compilekit.plan import Bucket
 from compilekit.runtime.generate import CACHE_NAMES
 from compilekit.runtime.result import class_name
-
-ATTENTION = "compilekit_grouped"
 
 _TABLES = (torch.cos, torch.sin, "cos", "sin")
 
@@ -269,9 +268,9 @@ def grouped(model: torch.nn.Module, attention: Attention) -> Iterator[None]:
     if config._attn_implementation != "sdpa":
         yield
         return
-    AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    model.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    AttentionInterface.register(GROUPED, attention)
+    AttentionMaskInterface.register(GROUPED, sdpa_mask)
+    model.set_attn_implementation(GROUPED)  # type: ignore[operator]
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from compilekit import paths
 from compilekit._torch import capture as dynamo
 from compilekit.artifact.program import Read
+from compilekit.compiler.attention import GROUPED
 from compilekit.compiler.sources import (
     MODEL,
     Scope,
@@ -164,10 +165,22 @@ def _is_found_by_name(steps: tuple[paths.Step, ...], path: str, value: Any) -> b
     Of a function in the file that defines it the code is kept, and of a class's method.
     """
     if isinstance(value, FUNCTIONS):
-        is_method = "__class__" in steps and "." in value.__qualname__
         is_here = path == f"module:{value.__module__}:{value.__qualname__}"
-        return not (is_method or is_here)
+        return not (is_here or _is_method(steps, value))
     return isinstance(value, (type, ModuleType))
+
+
+def _is_method(steps: tuple[paths.Step, ...], value: Any) -> bool:
+    """True for a class's own function, and for what that one wraps."""
+    if "__class__" not in steps or not isinstance(value, FunctionType):
+        return False
+    *_, last = (place for place, step in enumerate(steps) if step == "__class__")
+    below = list(steps[last + 1 :])
+    if below[:1] == ["__mro__"]:
+        del below[:2]
+    if below[:1] == ["__dict__"]:
+        del below[0]
+    return "__closure__" in below or all(isinstance(step, str) for step in below[1:])
 
 
 def _is_own_method(path: str, value: Any, view: ModelView) -> bool:
@@ -210,7 +223,8 @@ def _read_path(steps: tuple[paths.Step, ...], view: ModelView) -> str | None:
         is_foreign = isinstance(owner, ModuleType) and (
             owner.__name__.split(".")[0] in _NOT_THE_MODELS
         )
-        return None if is_foreign and len(steps) > 3 else path
+        is_ours = any(isinstance(s, tuple) and s[0] == GROUPED for s in steps)
+        return None if is_ours or (is_foreign and len(steps) > 3) else path
     return None
 
 

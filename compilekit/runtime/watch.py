@@ -232,7 +232,7 @@ def _owners(view: ModelView, entry: Entry) -> Iterator[Any]:
 
 
 # Kinds of reads of what has no attributes of its own.
-_SCALARS = ("value", "repr", "absent", "inherited")
+_SCALARS = ("value", "absent", "inherited")
 
 
 def _owner(path: str) -> str:
