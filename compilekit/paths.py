@@ -55,6 +55,19 @@ def render(steps: tuple[Step, ...]) -> str:
     return text
 
 
+def join(path: str, name: str, kind: str) -> str:
+    """Path of a part: ``a.b`` of a dataclass, ``a["b"]`` of a dict."""
+    step: Step = (name,) if kind in ("dict", "mapping") else name
+    return render((*parse(path), step))
+
+
+def toml_key(path: str) -> str:
+    """An output path as a TOML key."""
+    if re.fullmatch(r"[A-Za-z0-9_-]+", path):
+        return path
+    return f"'{path}'" if '"' in path else f'"{path}"'
+
+
 def follow(root: Any, steps: tuple[Step, ...]) -> Any:
     """The value at a path below an object.
 

@@ -67,7 +67,7 @@ def test_a_difference_is_told(found: Any, expected: Any, message: str) -> None:
 def test_a_difference_is_located() -> None:
     """The path of the part that differs comes first."""
     found = compare({"a": [Output(ONE)]}, {"a": [Output(ONE + 1)]})
-    assert found.message.startswith("a[0].logits: ")
+    assert found.message.startswith('["a"][0].logits: ')
     assert found.max_abs_error == 1.0
 
 
@@ -85,7 +85,7 @@ def test_shared_memory_must_be_shared() -> None:
     eager = {"output": x.view(-1), "argument": x}
     assert compare_aliases({"output": y.view(-1), "argument": y}, eager) == ""
     copied = compare_aliases({"output": y.view(-1).clone(), "argument": y}, eager)
-    assert copied == "in eager, argument shares memory with output"
+    assert copied == 'in eager, ["argument"] shares memory with ["output"]'
 
 
 def test_separate_memory_must_be_separate() -> None:

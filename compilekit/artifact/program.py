@@ -17,6 +17,7 @@ Standard library only.
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
+from compilekit import paths
 from compilekit.artifact.canonical import plain
 
 SCHEMA = 1
@@ -258,6 +259,28 @@ def _without_defaults(record: GraphInput | GraphOutput) -> dict[str, Any]:
         for name, value in record._asdict().items()
         if name not in defaults or value != defaults[name]
     }
+
+
+def output_paths(tree: Mapping[str, Any]) -> dict[str, int]:
+    """Path of each output that the graph computes → graph output.
+
+    Args:
+        tree: `Program.result`.
+    """
+    found: dict[str, int] = {}
+
+    def walk(node: Mapping[str, Any], path: str) -> None:
+        if node["kind"] == "out":
+            found[path] = node["index"]
+        elif node["kind"] in ("list", "tuple"):
+            for index, part in enumerate(node["items"]):
+                walk(part, f"{path}[{index}]")
+        else:
+            for name, part in node.get("items", ()):
+                walk(part, paths.join(path, name, node["kind"]))
+
+    walk(tree, "")
+    return found
 
 
 def entry_from_json(data: Mapping[str, Any]) -> Entry:

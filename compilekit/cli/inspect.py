@@ -10,6 +10,7 @@ import click
 from compilekit.cli.options import Command, artifact_argument
 from compilekit.console import Block, Facts, Report, Size, Table
 from compilekit.errors import ConfigError
+from compilekit.paths import toml_key
 
 if TYPE_CHECKING:
     from compilekit.artifact import Artifact
@@ -111,6 +112,8 @@ def one_bucket(artifact: Artifact, name: str) -> Report:
             bucket=name,
             known=list(known),
         )
+    from compilekit.artifact.program import output_paths
+
     kernel_rows: list[tuple[str, str, str, Size, str]] = []
     tensor_rows: list[tuple[str, str, str, str, str]] = []
     for (target, entry, _), program in found.items():
@@ -124,9 +127,10 @@ def one_bucket(artifact: Artifact, name: str) -> Report:
             if given.spec is not None:
                 row = (target, entry, given.kind, given.path, described(given.spec))
                 tensor_rows.append(row)
-        for index, output in enumerate(program.outputs):
-            row = (target, entry, "output", str(index), described(output.spec))
-            tensor_rows.append(row)
+        for path, index in output_paths(program.result).items():
+            spec = program.outputs[index].spec
+            key = toml_key(path)
+            tensor_rows.append((target, entry, "output", key, described(spec)))
     return Report(
         {
             "artifact": str(artifact.root),

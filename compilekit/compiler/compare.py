@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from compilekit import paths
 from compilekit._torch.runtime import storage_id
 from compilekit.runtime.result import class_name
 
@@ -80,28 +81,38 @@ def _walk(found: Any, expected: Any, path: str, leaves: list[Any]) -> str:
     if isinstance(expected, torch.Tensor):
         leaves.append((path, found, expected))
         return ""
-    if isinstance(expected, Mapping):
-        if list(found) != list(expected):
-            return f"{where}: expected keys {list(expected)}, found {list(found)}"
-        parts = [(f"{path}.{k}", found[k], expected[k]) for k in expected]
+    if isinstance(expected, Mapping) and list(found) != list(expected):
+        return f"{where}: expected keys {list(expected)}, found {list(found)}"
+    parts: list[tuple[str, Any, Any]]
+    if dataclasses.is_dataclass(expected):
+        names = [field.name for field in dataclasses.fields(expected)]
+        parts = [
+            (paths.join(path, n, "dataclass"), getattr(found, n), getattr(expected, n))
+            for n in names
+        ]
+    elif isinstance(expected, Mapping):
+        parts = [
+            (paths.join(path, str(key), "dict"), found[key], expected[key])
+            for key in expected
+        ]
     elif isinstance(expected, (list, tuple)):
         if len(found) != len(expected):
             return f"{where}: expected {len(expected)} parts, found {len(found)}"
+        fields = getattr(expected, "_fields", None)
         parts = [
-            (f"{path}[{i}]", have, want)
+            (
+                paths.join(path, fields[i], "namedtuple") if fields else f"{path}[{i}]",
+                have,
+                want,
+            )
             for i, (have, want) in enumerate(zip(found, expected, strict=True))
-        ]
-    elif dataclasses.is_dataclass(expected):
-        names = [field.name for field in dataclasses.fields(expected)]
-        parts = [
-            (f"{path}.{n}", getattr(found, n), getattr(expected, n)) for n in names
         ]
     elif found != expected:
         return f"{where}: expected {expected!r}, found {found!r}"
     else:
         return ""
     for name, have, want in parts:
-        message = _walk(have, want, name.lstrip("."), leaves)
+        message = _walk(have, want, name, leaves)
         if message:
             return message
     return ""

@@ -28,7 +28,7 @@ from compilekit.compiler.reads import is_json
 from compilekit.compiler.sources import Place, locate, readable
 from compilekit.errors import UnsupportedByProgramError
 from compilekit.runtime.model import tensor_spec
-from compilekit.runtime.result import class_name, join
+from compilekit.runtime.result import class_name
 
 
 def entry_function(method: str) -> Callable[..., Any]:
@@ -218,7 +218,8 @@ def result(
             described["class"] = _importable_name(item, path)
         if isinstance(parts, dict):
             described["items"] = [
-                [key, node(part, join(path, key, kind))] for key, part in parts.items()
+                [key, node(part, paths.join(path, key, kind))]
+                for key, part in parts.items()
             ]
         else:
             described["items"] = [
@@ -240,7 +241,7 @@ def output_tensors(value: Any) -> dict[str, torch.Tensor]:
         kind, parts = _children(item) or ("", ())
         if isinstance(parts, dict):
             for key, part in parts.items():
-                walk(part, join(path, key, kind))
+                walk(part, paths.join(path, key, kind))
         else:
             for index, part in enumerate(parts):
                 walk(part, f"{path}[{index}]")

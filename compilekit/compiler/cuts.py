@@ -13,21 +13,19 @@ forgotten rule is reported with the first bucket and all at once.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from compilekit._torch.fake import fake_mode_of
-from compilekit.artifact.program import Program
+from compilekit.artifact.program import Program, output_paths
 from compilekit.buckets import bucket_table
 from compilekit.compiler.convention import output_tensors
 from compilekit.compiler.examples import example_kwargs
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
+from compilekit.paths import toml_key
 from compilekit.plan import Bucket
-from compilekit.runtime.result import join
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Output path → shape."""
@@ -70,20 +68,10 @@ def check_cuts(
 
 def output_shapes(program: Program) -> Shapes:
     """Shape of every output that the graph computes."""
-    found: dict[str, tuple[int, ...]] = {}
-
-    def walk(node: Mapping[str, Any], path: str) -> None:
-        if node["kind"] == "out":
-            found[path] = program.outputs[node["index"]].spec.shape
-        elif node["kind"] in ("list", "tuple"):
-            for index, part in enumerate(node["items"]):
-                walk(part, f"{path}[{index}]")
-        else:
-            for name, part in node.get("items", ()):
-                walk(part, join(path, name, node["kind"]))
-
-    walk(program.result, "")
-    return found
+    return {
+        path: program.outputs[index].spec.shape
+        for path, index in output_paths(program.result).items()
+    }
 
 
 def _differ(program: Program, other: Program) -> list[str]:
@@ -192,10 +180,3 @@ def _toml_lines(
         cut = ", ".join(f'{d} = "{a}"' for d, a in sorted({**written, **rule}.items()))
         yield f"[entries.{entry.name}.outputs.{toml_key(path)}]"
         yield f"cut = {{ {cut} }}"
-
-
-def toml_key(path: str) -> str:
-    """An output path as a TOML key."""
-    if re.fullmatch(r"[A-Za-z0-9_-]+", path):
-        return path
-    return f"'{path}'" if '"' in path else f'"{path}"'

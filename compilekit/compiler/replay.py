@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from compilekit.buckets import bucket_table
 from compilekit.compiler import child
@@ -154,6 +154,14 @@ def _padded(entry: EntryConfig, bucket: Bucket, program: Program) -> Bucket | No
     return Bucket(name, axes)
 
 
+class _Seen(NamedTuple):
+    """What a caller can see of a call."""
+
+    output: Any
+    argument: dict[str, Any]
+    model: dict[str, Any]
+
+
 def _compare_call(
     model: Any,
     twin: Any,
@@ -177,15 +185,10 @@ def _compare_call(
     difference = compare(found, expected, atol, rtol)
     if difference.message:
         return difference
-    state = {"argument": kwargs, "model": _tensors(model)}
-    twin_state = {"argument": twin_kwargs, "model": _tensors(twin)}
-    message = compare(state, twin_state, atol, rtol).message
-    if message:
-        message = f"after the call, {message}"
-    else:
-        message = compare_aliases(
-            {"output": found, **state}, {"output": expected, **twin_state}
-        )
+    here = _Seen(found, kwargs, _tensors(model))
+    there = _Seen(expected, twin_kwargs, _tensors(twin))
+    message = compare(here, there, atol, rtol).message
+    message = f"after the call, {message}" if message else compare_aliases(here, there)
     return dataclasses.replace(difference, message=message)
 
 

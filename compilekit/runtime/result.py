@@ -68,14 +68,10 @@ def _builder(
         make = list if kind == "list" else tuple
         return lambda o, v, s: make([part(o, v, s) for part in parts])
     names = [name for name, _ in node["items"]]
-    builders = [inner(part, join(path, name, kind)) for name, part in node["items"]]
+    builders = [
+        inner(part, paths.join(path, name, kind)) for name, part in node["items"]
+    ]
     return _named(kind, node, names, builders)
-
-
-def join(path: str, name: str, kind: str) -> str:
-    """Path of a part: ``a.b`` of a dataclass, ``a["b"]`` of a dict."""
-    step: paths.Step = (name,) if kind in ("dict", "mapping") else name
-    return paths.render((*paths.parse(path), step))
 
 
 def _named(
