@@ -104,6 +104,15 @@ def render(model: str, folder: Path | None = None) -> str:
         return _document(model, "float32", _any_module(), guessed=True)
     name = model.removeprefix("hf:")
     directory = Path(name)
+    if not name:
+        raise ConfigError("expected a model, found an empty name")
+    if name.endswith(".py") or os.path.isfile(name.replace(".", "/") + ".py"):
+        module = name.removesuffix(".py").replace("/", ".")
+        raise ConfigError(
+            f"{name}: expected a model, found a Python file",
+            hint=f"A factory is package.module:function: compilekit init {module}:NAME",
+            model=model,
+        )
     if name.startswith(PACKAGE):
         config = _read_json(package_data(name) / "config.json")
     elif os.path.isdir(directory) or not is_hub_id(name):
@@ -402,7 +411,7 @@ _GUESSED = """\
 _REST = """\
 
 [compile]
-mode = "default"            # or "max-autotune-no-cudagraphs": slower builds
+mode = "default"            # a GPU's kernels are tuned by `compilekit tune`
 threads = 0                 # 0 = the code runs with any number of threads
 # attention = ["flash", "efficient", "math"]   # which ones; left out = all
 # options = { epilogue_fusion = true }      # Inductor's; misspelt ones are refused

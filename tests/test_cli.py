@@ -304,7 +304,7 @@ def test_init_writes_and_never_overwrites(
     command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is written once; a second time needs ``--force``."""
-    monkeypatch.setattr("compilekit.init.render", lambda model: f"# {model}\n")
+    monkeypatch.setattr("compilekit.init.render", lambda model, _: f"# {model}\n")
     path = tmp_path / "deep" / "compilekit.toml"
     code, out, err = command("init", "model-a", "-o", path)
     assert code == 0
@@ -891,6 +891,7 @@ class Found:
     breaks: tuple[Any, ...] = ()
     eager: tuple[Any, ...] = ()
     stopped: Any = None
+    counted: int = 0
     passed: bool = True
     notes: tuple[str, ...] = ()
 
@@ -919,9 +920,14 @@ def test_explain_is_a_gate(
         reason="It branches.",
         consequence="The graph is cut in two here.",
         fix="Use torch.where.",
+        full_graph=True,
     )
+    past = types.SimpleNamespace(**{**vars(graph_break), "full_graph": False})
     found = Found(
-        breaks=() if passed else (graph_break,), passed=passed, notes=("A note.",)
+        breaks=(past,) if passed else (graph_break,),
+        counted=0 if passed else 1,
+        passed=passed,
+        notes=("A note.",),
     )
     stand_in(
         monkeypatch,
@@ -933,16 +939,18 @@ def test_explain_is_a_gate(
     assert ("next: compilekit build" in err) is passed
     rows = [line.split("\t") for line in out.splitlines() if line.startswith("break\t")]
     assert "note: A note." in out
-    if passed:
-        assert rows == []
-        return
+    not_counted = " A build gets past it, so it isn't counted." if passed else ""
     assert rows[0][3:] == [
         "model.py:12 in forward",
         "if x.sum() > 0:",
         "It branches.",
-        "The graph is cut in two here.",
+        f"The graph is cut in two here.{not_counted}",
         "Use torch.where.",
     ]
+    bucket = next(line for line in out.splitlines() if line.startswith("bucket\t"))
+    assert bucket.split("\t")[-3:] == (
+        ["1", "0", "passed"] if passed else ["1", "1", "failed"]
+    )
 
 
 # --- bench ----------------------------------------------------------------------------

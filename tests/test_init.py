@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from compilekit import init as init_module
+from compilekit.cli import run
 from compilekit.config import Config, InputConfig, OutputConfig, load
 from compilekit.errors import ConfigError
 from compilekit.init import render
@@ -466,6 +467,39 @@ def test_an_odd_config_json(key: str, odd: Any, tmp_path: Path) -> None:
     directory = model_directory(tmp_path, config)
     with contextlib.suppress(ConfigError):
         written(tmp_path, render(str(directory)))
+
+
+def test_a_relative_model_is_found_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``init`` writes what is found from the folder that it writes into."""
+    model_directory(tmp_path, KINDS["bert"][0])
+    monkeypatch.chdir(tmp_path)
+    assert run(["init", "model", "-o", "sub/compilekit.toml"]) == 0
+    config = load(tmp_path / "sub" / "compilekit.toml")
+    assert config.model.source == "hf:../model"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("", "found an empty name"),
+        ("hf:", "found an empty name"),
+        ("own.py", "found a Python file"),
+        ("own", "found a Python file"),
+        ("pkg.own", "found a Python file"),
+    ],
+)
+def test_no_model_is_asked_for_at_the_hub(
+    model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can't be an id of the hub is refused at once."""
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "own.py").touch()
+    (tmp_path / "pkg" / "own.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        render(model)
 
 
 def test_no_hub_package(monkeypatch: pytest.MonkeyPatch) -> None:

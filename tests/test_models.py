@@ -542,6 +542,19 @@ def test_a_wrong_model_is_refused(
     assert message in str(caught.value)
 
 
+def test_a_directory_elsewhere_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would take one in the current directory for an id's."""
+    config = hugging_face(tmp_path, "bert")
+    (tmp_path / "elsewhere" / "other").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = dataclasses.replace(config, model=ModelConfig("hf:other"))
+    with pytest.raises(ConfigError, match="other can't be read") as caught:
+        models.build_fake(config)
+    assert "counts from the configuration's folder" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -13,7 +13,7 @@ from compilekit.console import Block, Cell, Console, Facts, Mark, Report, Table,
 from compilekit.errors import GraphBreakError
 
 if TYPE_CHECKING:
-    from compilekit.compiler.explained import BucketExplained, ExplainResult
+    from compilekit.compiler.explained import ExplainResult
 
 
 @click.command(cls=Command, example="compilekit explain compilekit.toml")
@@ -65,14 +65,19 @@ def report(result: ExplainResult, config: str) -> Report:
             len(bucket.graphs),
             bucket.ops,
             len(bucket.breaks),
+            bucket.counted,
             Mark("passed", "good") if bucket.passed else Mark("failed", "bad"),
         )
         for bucket in result.buckets
     ]
     blocks: list[Block] = [
-        Table("bucket", ("entry", "bucket", "graphs", "ops", "breaks", "gate"), rows)
+        Table(
+            "bucket",
+            ("entry", "bucket", "graphs", "ops", "breaks", "counted", "gate"),
+            rows,
+        )
     ]
-    blocks += [table for table in details(result.buckets) if table.rows]
+    blocks += [table for table in details(result) if table.rows]
     notes = dict.fromkeys(note for bucket in result.buckets for note in bucket.notes)
     blocks += [Text(f"note: {note}", "faint") for note in notes]
     allowed = Facts(
@@ -90,16 +95,19 @@ def report(result: ExplainResult, config: str) -> Report:
     )
 
 
-def details(buckets: tuple[BucketExplained, ...]) -> tuple[Table, ...]:
+def details(result: ExplainResult) -> tuple[Table, ...]:
     """What was found: breaks, functions that run eagerly, where an analysis ended."""
     breaks: list[tuple[Cell, ...]] = []
     eager: list[tuple[Cell, ...]] = []
     stops: list[tuple[Cell, ...]] = []
-    for bucket in buckets:
+    for bucket in result.buckets:
         where = (bucket.entry, bucket.bucket)
         for found in bucket.breaks:
             at = f"{place(found.file, found.line)} in {found.function}"
-            said = (found.source, found.reason, found.consequence, found.fix)
+            effect = found.consequence
+            if result.full_graph and not found.full_graph:
+                effect += " A build gets past it, so it isn't counted."
+            said = (found.source, found.reason, effect, found.fix)
             breaks.append((*where, at, *said))
         for one in bucket.eager:
             at = f"{place(one.file, one.line)} {one.function}"

@@ -40,7 +40,7 @@ def init(model: str, output: Path, force: bool) -> Report:
             hint="Choose another place with -o, or replace it with --force.",
             path=str(output),
         )
-    text = render(model)
+    text = render(model, output.parent)
     write_text(output, text)
     return Report(
         result={"config": str(output), "model": model},

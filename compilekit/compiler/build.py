@@ -196,14 +196,12 @@ def _refuse_early(
             raise ConfigError(f"weights {weights!r}: there is no such file")
     if "program" not in config.build.routes:
         return
-    tuned = [name for name in ("max_autotune",) if config.compile.options.get(name)]
-    if config.compile.mode.startswith("max-autotune"):
-        tuned.append(f'mode "{config.compile.mode}"')
-    if tuned:
+    if config.compile.options.get("max_autotune"):
         raise ConfigError(
-            f"{', '.join(tuned)} benchmarks kernels on the target's device while it"
-            " compiles, which a build doesn't do",
-            hint='Use mode "default".',
+            "[compile] options max_autotune measures kernels on the target's device"
+            " while it compiles, which a build doesn't",
+            hint="Leave it out; [autotune] from = a file of `compilekit tune` takes"
+            " what won.",
         )
 
 

@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,9 +155,20 @@ def _configuration(config: Config) -> Any:
             f"[model] source {config.model.source!r}: transformers"
             f" {transformers.__version__} can't make a configuration from it:"
             f" {type(exc).__name__}: {exc}",
-            hint="Code that a checkpoint brings along isn't run; for such a model write"
-            " a factory and name it: source = 'package.module:factory'.",
+            hint=_configuration_hint(config, directory),
         ) from exc
+
+
+def _configuration_hint(config: Config, directory: Path | None) -> str:
+    if directory is None:
+        return (
+            f"There is no such directory in {config.path.parent} either, so it was"
+            " taken for an id of the Hugging Face hub."
+        )
+    return (
+        "Code that a checkpoint brings along isn't run; for such a model write a"
+        " factory and name it: source = 'package.module:factory'."
+    )
 
 
 def _lay_over(hf_config: Any, values: Mapping[str, Any]) -> Any:

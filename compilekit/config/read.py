@@ -45,6 +45,7 @@ from compilekit.config.records import (
 from compilekit.config.rules import (
     ATTENTION,
     AXIS,
+    BENCHMARKING,
     FORCED_OPTIONS,
     IDENTIFIER,
     MATH_ATTENTION,
@@ -215,7 +216,8 @@ def _read_axes(file: File, data: Mapping[str, Any]) -> dict[str, tuple[int, ...]
 def _sizes(file: File, sizes: object, key: KeyPath) -> tuple[int, ...]:
     """The sizes of an axis, without those that it reports."""
     if not isinstance(sizes, list) or not sizes:
-        message = f"expected a non-empty array of sizes, found {shown(sizes)}"
+        what = "an empty one" if sizes == [] else shown(sizes)
+        message = f"expected a non-empty array of sizes, found {what}"
         file.report(key, message)
         return ()
     for index, size in enumerate(sizes):
@@ -237,6 +239,14 @@ def _read_compile(
     if not fullgraph and "program" in routes:
         message = 'a program is one whole graph; false needs routes = ["cache"]'
         file.report(("compile", "fullgraph"), message)
+    mode = read_text(file, table, ("compile", "mode"), default.mode, MODES)
+    if mode in BENCHMARKING and "program" in routes:
+        message = (
+            f'"{mode}" measures kernels on the target\'s device while it compiles,'
+            ' which a build doesn\'t; with "default", [autotune] from = a file of'
+            " `compilekit tune` takes what won"
+        )
+        file.report(("compile", "mode"), message)
     options = flatten(file, table, ("compile", "options"))
     if "cache" not in routes:
         for name, place in options.items():
@@ -255,7 +265,7 @@ def _read_compile(
             )
             file.report(("compile", "attention"), message)
     return CompileConfig(
-        mode=read_text(file, table, ("compile", "mode"), default.mode, MODES),
+        mode=mode,
         fullgraph=fullgraph,
         threads=read_integer(file, table, ("compile", "threads"), default.threads),
         attention=attention,

@@ -32,6 +32,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
 }
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+BENCHMARKING = ("max-autotune", "max-autotune-no-cudagraphs")
 ROUTES = ("program", "cache")
 GRAD_MODES = ("off", "inference")
 ATTENTION = ("cudnn", "flash", "efficient", "math")

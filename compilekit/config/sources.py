@@ -57,7 +57,10 @@ def model_directory(folder: Path, location: str) -> Path | None:
     try:
         os.stat(path)
     except OSError as exc:
-        if is_hub_id(location):
+        if is_hub_id(location) and not os.path.isdir(location):
             return None
-        raise ConfigError(f"{path} can't be read: {exc.strerror}") from exc
+        raise ConfigError(
+            f"{path} can't be read: {exc.strerror}",
+            hint="A relative path counts from the configuration's folder.",
+        ) from exc
     return path.resolve()
