@@ -28,12 +28,20 @@ A message reads: what failed, what was expected, what was found, the next step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # What code that isn't ours may raise: a factory, a transformers class, a script that
 # leaves with sys.exit. It has classes of its own, so this is everything; errors of
 # this module are caught first and raised again.
 FOREIGN_ERRORS = (Exception, SystemExit)
+
+
+def nearest_name(name: str, known: Iterable[object]) -> str:
+    """What was probably meant among what there is; empty if nothing is close."""
+    import difflib  # only an error needs it
+
+    return next(iter(difflib.get_close_matches(name, map(str, known), 1)), "")
 
 
 class CompilekitError(Exception):

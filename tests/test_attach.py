@@ -144,6 +144,24 @@ def test_twice_is_refused_by_entry(zoo_artifact: Path, make_zoo: MakeZoo) -> Non
     receipt.detach()
 
 
+def test_what_is_no_model(zoo_artifact: Path) -> None:
+    """Attach says what it takes."""
+    with pytest.raises(AttachError, match=r"expected a torch\.nn\.Module, found a str"):
+        compilekit.attach("bert", zoo_artifact)  # type: ignore[arg-type]
+
+
+def test_an_artifact_of_caches_alone(
+    zoo_artifact: Path, make_zoo: MakeZoo, tmp_path: Path
+) -> None:
+    """It is sent to restore, which reads what it has."""
+    opened = open_artifact(zoo_artifact)
+    manifest = opened.manifest._replace(routes=("cache",))
+    caches = write_artifact(tmp_path / "caches", manifest, {})
+    with pytest.raises(AttachError, match="has no programs, only caches") as caught:
+        compilekit.attach(make_zoo(), caches)
+    assert "compilekit.restore()" in caught.value.hint
+
+
 def test_attach_in_a_fake_mode_is_refused(
     zoo_artifact: Path, make_zoo: MakeZoo
 ) -> None:

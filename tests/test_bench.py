@@ -17,7 +17,7 @@ from compilekit.bench import __main__ as command
 from compilekit.bench import growth, process, records, startup, steady, tables
 from compilekit.cli import bench
 from compilekit.config import Config, load
-from compilekit.errors import ConfigError, ResourceError
+from compilekit.errors import ConfigError, ManifestError, ResourceError
 from compilekit.results import to_json
 
 # torch 2.13 warns about itself when a build imports Inductor into this process.
@@ -499,18 +499,24 @@ def test_every_row_starts_and_equals_eager(
 
 @pytest.mark.slow
 def test_a_row_that_fails_stays_in_the_result(
-    small: Callable[..., Config], tmp_path: Path
+    small: Callable[..., Config], zoo_artifact: Path
 ) -> None:
-    """A missing artifact fails its row alone, with the error as its reason."""
-    result = start(
-        small(), "eager", "compilekit", artifact=tmp_path / "not-an-artifact"
-    )
+    """Another model's artifact fails its row alone, with the error as its reason."""
+    result = start(small(), "eager", "compilekit", artifact=zoo_artifact)
     row = result.row("compilekit")
     assert row.samples == ()
     assert row.error
-    assert "Traceback" in row.log
+    assert "Build again with this source." in row.log
     assert result.row("eager").error == ""
     assert json.dumps(to_json(result.as_json()))
+
+
+def test_an_artifact_is_refused_before_any_row(
+    small: Callable[..., Config], tmp_path: Path
+) -> None:
+    """Rows of torch would take their minutes first."""
+    with pytest.raises(ManifestError, match="no artifact at"):
+        start(small(), "eager", "compilekit", artifact=tmp_path / "not-an-artifact")
 
 
 def test_interleaving_alternates_which_side_comes_first() -> None:

@@ -170,12 +170,3 @@ def compile_counters() -> dict[str, int]:
         for name, count in utils.counters[group].items()
         if "cache" in name
     }
-
-
-def graphs_captured() -> int:
-    """Graphs that Dynamo has captured in this process so far.
-
-    Source: torch 2.11 and 2.13 _dynamo/utils.py, counters["stats"]["unique_graphs"].
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])

@@ -329,19 +329,6 @@ def storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def reinterpret(
-    tensor: torch.Tensor,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    offset: int,
-) -> torch.Tensor:
-    """A view by shape, stride and extra storage offset (all in elements)."""
-    view: torch.Tensor = _guards._reinterpret_tensor(
-        tensor, tuple(shape), tuple(stride), offset
-    )
-    return view
-
-
 def same_layout(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same shape and strides, expanded dimensions included.
 

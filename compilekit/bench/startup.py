@@ -26,10 +26,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..artifact import open_artifact
 from ..artifact.canonical import sha256
 from ..artifact.manifest import MANIFEST
 from ..config import Config
 from ..errors import ConfigError, ResourceError
+from ..runtime.check import check, refuse
 from .process import (
     OnProcessEvent,
     Outcome,
@@ -116,6 +118,10 @@ def run(
         ResourceError: eager itself failed, so there is nothing to compare with.
     """
     _check_arguments(rows, repeat, threads, calls)
+    if artifact is not None:
+        # Before torch's rows take their minutes.
+        opened = open_artifact(artifact)
+        refuse(f"artifact {opened.root} doesn't fit this machine", check(opened))
     setting = _setting(config, artifact, weights, threads, calls)
     result = _planned(setting, rows, repeat, seed, out)
     todo = [

@@ -83,6 +83,7 @@ def run(
         settings,
         triton_configs,
     )
+    from compilekit._torch.capture import CaptureUnsupported
     from compilekit.compiler.calls import caller
     from compilekit.compiler.worker import describe_model
 
@@ -162,6 +163,9 @@ def run(
             _refuse_bypassed(seen.bypasses)
             if recorder is not None:
                 _refuse_missed(seen, first)
+        except CaptureUnsupported as exc:
+            emit(_failed(about, _broken(exc), began))
+            continue
         except Exception as exc:  # noqa: BLE001 - reported, then the next bucket runs
             emit(_failed(about, exc, began))
             continue
@@ -285,6 +289,19 @@ def _hold_breaks(found: list[Any], config: configuration.Config) -> list[str]:
             f" graph_breaks = {len(places)}.",
         )
     return places
+
+
+def _broken(exc: Exception) -> GraphBreakError:
+    """A graph break under ``[compile] fullgraph``."""
+    from compilekit._torch.breaks import describe_break
+
+    error = GraphBreakError(
+        f"Dynamo can't hold the call in one graph: {describe_break(exc)}",
+        hint="This route may break graphs: [compile] fullgraph = false, and [gates]"
+        " graph_breaks says how often. `compilekit explain CONFIG` lists each break.",
+    )
+    error.__cause__ = exc
+    return error
 
 
 def _counted(places: list[str]) -> str:

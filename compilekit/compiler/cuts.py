@@ -12,7 +12,6 @@ forgotten rule is reported with the first bucket and all at once.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -23,7 +22,12 @@ from compilekit.buckets import bucket_table
 from compilekit.compiler.convention import output_tensors
 from compilekit.compiler.examples import example_kwargs
 from compilekit.config import Config, EntryConfig
-from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
+from compilekit.errors import (
+    FOREIGN_ERRORS,
+    CompilekitError,
+    ConfigError,
+    nearest_name,
+)
 from compilekit.paths import toml_key
 from compilekit.plan import Bucket
 
@@ -119,11 +123,11 @@ def _refuse_misfits(
     for path, rule in entry.outputs.items():
         where = f"[entries.{entry.name}.outputs.{toml_key(path)}]"
         if path not in shapes:
-            near = difflib.get_close_matches(path, shapes, n=1)
+            near = nearest_name(path, shapes)
             known = ", ".join(toml_key(known) for known in shapes) or "none"
             raise ConfigError(
                 f"{where}: the call computes no such output; it computes {known}",
-                hint=f"Did you mean {toml_key(near[0])}?" if near else "",
+                hint=f"Did you mean {toml_key(near)}?" if near else "",
             )
         for dimension, axis in rule.cut.items():
             shape = shapes[path]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -11,7 +10,12 @@ from typing import Any
 import torch
 
 from compilekit.config import Config
-from compilekit.errors import FOREIGN_ERRORS, CompilekitError, ConfigError
+from compilekit.errors import (
+    FOREIGN_ERRORS,
+    CompilekitError,
+    ConfigError,
+    nearest_name,
+)
 
 
 def import_function(config: Config, source: str, where: str) -> Callable[..., Any]:
@@ -70,5 +74,5 @@ def model_dtype(config: Config) -> torch.dtype | None:
 
 def nearest(name: str, known: Any) -> str:
     """A hint that names what was probably meant; empty if nothing is close."""
-    close = difflib.get_close_matches(name, [str(key) for key in known], n=1)
-    return f"Did you mean {close[0]!r}?" if close else ""
+    near = nearest_name(name, known)
+    return f"Did you mean {near!r}?" if near else ""

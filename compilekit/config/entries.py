@@ -14,7 +14,6 @@ from compilekit.config.problems import (
     has_type,
     is_function,
     is_script,
-    nearest_name,
     read_dtype,
     read_scalars,
     read_table,
@@ -35,6 +34,7 @@ from compilekit.config.rules import (
     PLACEHOLDER,
     RANGES,
 )
+from compilekit.errors import nearest_name
 
 
 def read_entries(

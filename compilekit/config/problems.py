@@ -18,7 +18,7 @@ from compilekit.config.rules import (
     RANGES,
     SCRIPT,
 )
-from compilekit.errors import ConfigError
+from compilekit.errors import ConfigError, nearest_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +105,6 @@ def _dotted(key: KeyPath) -> str:
         name = part if bare else f"{quote}{part}{quote}"
         dotted += f".{name}" if dotted else name
     return dotted
-
-
-def nearest_name(name: str, known: Iterable[str]) -> str:
-    import difflib
-
-    return next(iter(difflib.get_close_matches(name, list(known), 1)), "")
 
 
 def shown(value: object) -> str:

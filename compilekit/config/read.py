@@ -19,7 +19,6 @@ from compilekit.config.problems import (
     has_type,
     is_function,
     names_hugging_face,
-    nearest_name,
     read_choices,
     read_dtype,
     read_flag,
@@ -55,7 +54,7 @@ from compilekit.config.rules import (
     OVER_LENGTH,
     ROUTES,
 )
-from compilekit.errors import ConfigError
+from compilekit.errors import ConfigError, nearest_name
 
 
 def load(path: Path) -> Config:

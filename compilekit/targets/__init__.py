@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from compilekit.errors import ConfigError, ResourceError
+from compilekit.errors import ConfigError, ResourceError, nearest_name
 
 SCHEMA = 1
 MARKS = ("probed", "datasheet", "assumed")
@@ -85,9 +85,7 @@ def load_target(name: str) -> Target:
         return native_target()
     known = list_targets()
     if name not in known:
-        import difflib
-
-        nearest = next(iter(difflib.get_close_matches(name, known, 1)), "")
+        nearest = nearest_name(name, known)
         raise ConfigError(
             f"target {name}: expected native or one of {', '.join(known)}",
             hint=f"Did you mean {nearest}?" if nearest else "",
