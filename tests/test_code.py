@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from compilekit.runtime.code import code_digest, find_functions, function_digest
+from compilekit.runtime.code import (
+    code_digest,
+    find_functions,
+    function_digest,
+    named_digest,
+    written_in,
+)
 
 
 def code(source: str) -> types.CodeType:
@@ -188,3 +196,28 @@ def test_functions_are_found_under_their_wrappers(name: str, value: int) -> None
 def test_nothing_is_found_where_there_is_nothing(name: str) -> None:
     """A name that leads nowhere is no error: attach reports it."""
     assert find_functions(name) == ()
+
+
+@contextlib.contextmanager
+def managed() -> Iterator[None]:
+    """A function in a wrapper of Python's library."""
+    yield
+
+
+def test_wrappers_of_the_standard_library_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bug-fix release of Python may change them; a wrapper of one's own counts."""
+    name = f"{__name__}:managed"
+    inner, wrapper = managed.__wrapped__, managed  # type: ignore[attr-defined]
+    assert written_in(wrapper) == "contextlib"
+    assert wrapper.__module__ == __name__
+    assert named_digest(name)
+    monkeypatch.setattr(sys.modules[__name__], "managed", inner)
+    assert named_digest(name) == NAMED
+    monkeypatch.setattr(sys.modules[__name__], "managed", lambda: wrapper())
+    assert named_digest(name) not in ("", NAMED)
+    assert named_digest("contextlib:contextmanager") == ""
+
+
+NAMED = named_digest(f"{__name__}:managed")

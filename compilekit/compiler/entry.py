@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from compilekit.compiler.sources import Place
 from compilekit.compiler.traced_call import TracedCall
 from compilekit.config import Config, EntryConfig
 from compilekit.errors import UnsupportedByProgramError
-from compilekit.runtime.code import code_digest, find_functions, named_digest
+from compilekit.runtime.code import code_digest, find_functions, is_fixed, named_digest
 from compilekit.runtime.model import (
     SCALARS,
     ModelView,
@@ -129,20 +128,15 @@ def _fixed(entry: EntryConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return fixed
 
 
-# Their versions are factors already, and their functions aren't the model's.
-_NOT_TRACED = frozenset({"torch", "compilekit", *sys.stdlib_module_names})
-
-
 def _traced_code(captured: dynamo.Capture) -> dict[str, str]:
     """Digest of every traced function outside torch that can be found by name."""
     digests = {}
     for name, code in dynamo.traced_functions(captured):
-        package = name.partition(":")[0].split(".")[0]
-        if "<locals>" in name or package in _NOT_TRACED:
+        if "<locals>" in name or is_fixed(name.partition(":")[0]):
             continue
         found = [code_digest(function.__code__) for function in find_functions(name)]
-        if code_digest(code) in found:
-            digests[name] = named_digest(name)
+        if code_digest(code) in found and (digest := named_digest(name)):
+            digests[name] = digest
     return dict(sorted(digests.items()))
 
 

@@ -155,7 +155,10 @@ def _whole(guard: dynamo.GuardedRead, scope: Scope, view: ModelView) -> Read | N
     path = None if steps is None else _read_path(steps, view)
     if steps is None or path is None or path.startswith("module:"):
         return None
-    value = scope.follow(steps)
+    try:
+        value = scope.follow(steps)
+    except (AttributeError, KeyError, IndexError, TypeError):
+        return None
     return Read(path, "repr", shown(value)) if isinstance(value, dict) else None
 
 

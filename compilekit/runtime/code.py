@@ -10,8 +10,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import sys
 import types
 from typing import Any
+
+_FIXED = frozenset({"torch", "compilekit", *sys.stdlib_module_names})
+
+
+def is_fixed(module: str) -> bool:
+    """True for code that isn't the model's, and whose version is a factor.
+
+    A bug-fix release of Python changes functions of its library, and no graph.
+    """
+    return module.partition(".")[0] in _FIXED
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,10 +99,19 @@ def find_functions(name: str) -> tuple[types.FunctionType, ...]:
 def named_digest(name: str) -> str:
     """sha256 over a function and all that it wraps, or is wrapped in, under its name.
 
-    Empty if there is no function of that name.
+    Wrappers of torch and Python's library aside (`is_fixed`). Empty if there is none.
     """
-    found = [function_digest(function) for function in find_functions(name)]
+    found = [
+        function_digest(function)
+        for function in find_functions(name)
+        if not is_fixed(written_in(function))
+    ]
     return hashlib.sha256(" ".join(found).encode()).hexdigest() if found else ""
+
+
+def written_in(function: types.FunctionType) -> str:
+    """The module whose source a function is; ``functools.wraps`` changes the stated."""
+    return str(function.__globals__.get("__name__", ""))
 
 
 def _unwrap(value: Any) -> list[types.FunctionType]:

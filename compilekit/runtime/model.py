@@ -22,7 +22,7 @@ from compilekit._torch.runtime import (
 )
 from compilekit.artifact.program import Entry, Parameter, Read, TensorSpec
 from compilekit.errors import Mismatch
-from compilekit.runtime.code import function_digest, named_digest
+from compilekit.runtime.code import function_digest, is_fixed, named_digest, written_in
 from compilekit.runtime.frozen import frozen_mismatches
 
 MISSING = object()
@@ -374,7 +374,7 @@ def shown(value: Any) -> str:
     name = f"{named.__module__}:{named.__qualname__}"
     if isinstance(value, enum.Enum):
         return f"{name}.{value.name}"
-    if isinstance(value, FunctionType):
+    if isinstance(value, FunctionType) and not is_fixed(written_in(value)):
         return f"{name} {function_digest(value)[:12]}"
     return name
 
