@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -54,10 +55,13 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of the machine that runs the tests steers a command."""
-    for name in [n for n in os.environ if n.startswith("COMPILEKIT_")]:
-        monkeypatch.delenv(name)
+def _environment() -> Iterator[None]:
+    """No variable of the machine that runs the tests steers a command, and none that
+    ``load`` sets for what it becomes stays."""
+    with mock.patch.dict(os.environ):
+        for name in [n for n in os.environ if n.startswith("COMPILEKIT_")]:
+            del os.environ[name]
+        yield
 
 
 @pytest.fixture
