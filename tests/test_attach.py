@@ -47,6 +47,7 @@ from compilekit.errors import (
     PolicyError,
 )
 from compilekit.results import BucketVerified
+from compilekit.runtime.model import shown
 from compilekit.runtime.receipt import Receipt
 
 ROOT = Path(__file__).parents[1]
@@ -142,6 +143,17 @@ def test_twice_is_refused_by_entry(zoo_artifact: Path, make_zoo: MakeZoo) -> Non
     assert caught.value.exit_code == 7
     assert [n for n in vars(model) if n in ENTRIES] == ["held"]
     receipt.detach()
+
+
+def test_values_are_shown_alike_in_each_process() -> None:
+    """No address, no order of a set; what holds itself comes to an end."""
+    value: dict[Any, Any] = {"b": {"y", "x"}, None: object(), "f": len}
+    value["self"] = [value]
+    text = shown(value)
+    assert text.startswith("dict {'b': set [\"'x'\", \"'y'\"], None: builtins:object,")
+    assert "builtins:len" in text
+    assert "0x" not in text
+    assert text.count("'self'") == 2
 
 
 def test_what_is_no_model(zoo_artifact: Path) -> None:

@@ -354,18 +354,26 @@ def is_shown(value: Any) -> bool:
 _SHOWN = (bytes, complex, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, levels: int = 4) -> str:
     """That text, the same in each process; for other objects, that of their class.
 
     A function's says what it does: all lambdas of a function have one name.
+
+    Args:
+        levels: How deep containers are shown; one may hold itself.
     """
-    if isinstance(value, (frozenset, set)):
-        return f"{type(value).__name__} {sorted(map(shown, value))}"
-    if isinstance(value, Mapping):
-        items = [f"{shown(key)}: {shown(part)}" for key, part in value.items()]
+    if levels and isinstance(value, (frozenset, set)):
+        parts = sorted(shown(part, levels - 1) for part in value)
+        return f"{type(value).__name__} {parts}"
+    if levels and isinstance(value, Mapping):
+        items = [
+            f"{shown(key, levels - 1)}: {shown(part, levels - 1)}"
+            for key, part in value.items()
+        ]
         return f"{type(value).__name__} {{{', '.join(items)}}}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} [{', '.join(map(shown, value))}]"
+    if levels and isinstance(value, (list, tuple)):
+        parts = [shown(part, levels - 1) for part in value]
+        return f"{type(value).__name__} [{', '.join(parts)}]"
     if isinstance(value, ModuleType):
         return value.__name__
     if type(value) in SCALARS or isinstance(value, _SHOWN):
